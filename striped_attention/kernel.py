@@ -1,0 +1,99 @@
+"""Kernel: the contract that every attention kernel keeps, whatever it is written in.
+
+A kernel works on one *block*: the queries of one device against the keys of one device. The mask of a block is two
+integer vectors, `start` and `end`: query row i sees the key slots `[start[i], end[i])`. Both never decrease with i.
+
+    attend(q, k, v, block)                      -> Partial(out, lse)
+    attend_grad(q, k, v, block, out, lse, dout) -> (dq, dk, dv, dbias)
+
+* q is [batch, queries, heads, dim]; k and v are [batch, keys, kv_heads, dim] and heads are never repeated in memory.
+* `out` is normalised over the block's own keys; `lse` is the log of the sum of exponentials of their scores. Both are
+  float32 whatever the inputs are (float64 for float64). A row that sees no key gives out = 0 and lse = -inf.
+* `attend_grad` is given the `out` and `lse` of the *whole* row, all blocks merged, so that exp(score - lse) are the final
+  probabilities. It returns float32 gradients (the caller adds them up over blocks); a row without keys adds nothing.
+* `unsupported(...)` says in a sentence what a kernel cannot do, or None. Nobody ignores an option.
+
+Because the ranges are monotone, a row of tiles needs exactly the key tiles between the start of its first row and the
+end of its last row: `tile_spans`. Kernels run these tiles and no others, and the plan counts them with the same function.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from striped_attention.bias import Bias
+
+
+class Partial(NamedTuple):
+    """Attention over some of the keys: a normalised output and the log of its normaliser. `merge` joins two."""
+
+    out: Float[Array, "batch queries heads dim"]
+    lse: Float[Array, "batch queries heads"]
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """Attention over the keys of `a` and `b` together. Associative; the identity is (out 0, lse -inf)."""
+    top = jnp.maximum(a.lse, b.lse)
+    top = jnp.where(jnp.isneginf(top), 0, top)
+    weight_a, weight_b = jnp.exp(a.lse - top), jnp.exp(b.lse - top)
+    total = weight_a + weight_b
+    share = 1 / jnp.where(total == 0, 1, total)
+    out = a.out * (weight_a * share)[..., None] + b.out * (weight_b * share)[..., None]
+    return Partial(out, top + jnp.log(total))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """All that a kernel is told besides q, k and v. `rows` is the batch, or 1 when all sequences share a mask.
+
+    Positions serve the bias; `tile` is queries × keys, None for the kernel's own choice.
+    """
+
+    start: Int[Array, "rows queries"]
+    end: Int[Array, "rows queries"]
+    query_positions: Int[Array, " queries"]
+    key_positions: Int[Array, " keys"]
+    bias: Bias | None = None
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+    softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
+    tile: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+class Kernel(Protocol):
+    """The module of a kernel has these three functions."""
+
+    def attend(self, q: Any, k: Any, v: Any, block: Block) -> Partial: ...
+
+    def attend_grad(self, q: Any, k: Any, v: Any, block: Block, out: Any, lse: Any, dout: Any) -> Any: ...
+
+    def unsupported(self, *, dtype: Any, softcap: float | None, bias: Bias | None, mask: Any, layout: Any) -> str | None: ...
+
+
+class Spans(NamedTuple):
+    """Key tiles of every row of query tiles: `[first, last)` are run, `[inner_first, inner_last)` of them unmasked."""
+
+    first: Any
+    inner_first: Any
+    inner_last: Any
+    last: Any
+
+
+def tile_spans(start: Any, end: Any, tile_q: int, tile_k: int) -> Spans:
+    """The key tiles that each row of `tile_q` queries needs; `start` and `end` are [rows, queries], NumPy or JAX.
+
+    The last row of tiles may be shorter than the others.
+    """
+    xp = jnp if isinstance(start, jax.Array) else np
+    queries = start.shape[-1]
+    top = np.arange(0, queries, tile_q)
+    bottom = np.minimum(top + tile_q, queries) - 1
+    first = start[..., top] // tile_k
+    last = xp.where(start[..., top] < end[..., bottom], -(-end[..., bottom] // tile_k), first)
+    inner_first = xp.clip(-(-start[..., bottom] // tile_k), first, last)
+    inner_last = xp.clip(end[..., top] // tile_k, inner_first, last)
+    return Spans(first, inner_first, inner_last, last)

@@ -1,0 +1,176 @@
+"""Layout: which device holds which token.
+
+A layout deals a text's tokens to devices the way one deals cards: `stripe` tokens at a time, round after round. Every
+layout in use is a case of that one rule:
+
+    contiguous()   one round, a device's whole share at once         (Ring Attention)      0 0 0 0 1 1 1 1
+    striped(g)     stripes of g tokens, always in the same direction (Striped Attention)   0 1 0 1 0 1 0 1   (g = 1)
+    zigzag()       two rounds, the second one dealt backwards        (Llama 3)             0 0 1 1 1 1 0 0
+
+The picture shows the device of each of 8 positions for 2 devices. The last round shares out what is left in equal,
+narrower stripes, so every length that divides by the number of devices is dealt without padding.
+
+A device keeps its tokens in `slots`, **sorted by position**. That is what makes the rest of the library simple: a range
+of positions is a range of slots on every device, and `count_before` finds its ends in closed form.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A rule that deals tokens to devices; made by `contiguous`, `striped` or `zigzag`.
+
+    `stripe` is the width of a stripe, None for the device's whole share of a round; `rounds` divides the share when there
+    is no stripe; `backwards` deals every second round in the opposite direction.
+    """
+
+    name: str
+    stripe: int | None = None
+    rounds: int = 1
+    backwards: bool = False
+
+    def __repr__(self) -> str:
+        return f"{self.name}({'' if self.stripe is None else self.stripe})"
+
+    def padded_length(self, length: int, devices: int) -> int:
+        """The smallest length ≥ `length` that this layout can share out equally."""
+        _check_count("length", length)
+        _check_count("devices", devices)
+        unit = self.rounds * devices
+        padded = -(-length // unit) * unit
+        if padded > _INT32_MAX:
+            raise ValueError(
+                f"Positions are int32, so a length may be at most {_INT32_MAX} after padding; got length {length} "
+                f"(padded: {padded}). Split the text into shorter sequences."
+            )
+        return padded
+
+    def order(self, length: int, devices: int) -> Int[np.ndarray, " length"]:
+        """The position of the token in every slot, device after device: `x[order]` is x in layout order."""
+        return np.concatenate([self.positions(device, length, devices) for device in range(devices)])
+
+    def positions(self, device: Any, length: int, devices: int) -> Int[Array | np.ndarray, " slots"]:
+        """The positions of a device's tokens, increasing. `device` may be traced, as `lax.axis_index` is."""
+        slots, width = self._deal(length, devices)
+        xp = _namespace(device)
+        slot = xp.arange(slots, dtype=np.int32)
+        turn, stripe = self._turn(xp, slot // width, device, devices, slots, width)
+        return slot // width * (devices * width) + turn * stripe + slot % width
+
+    def count_before(
+        self, device: Any, position: Int[Array | np.ndarray, "*shape"] | int, length: int, devices: int
+    ) -> Int[Array | np.ndarray, "*shape"]:
+        """How many of a device's tokens have a smaller position; also the slot where a range of positions starts."""
+        slots, width = self._deal(length, devices)
+        xp = _namespace(device, position)
+        position = xp.asarray(position, dtype=np.int32)
+        round_ = position // (devices * width)
+        turn, stripe = self._turn(xp, round_, device, devices, slots, width)
+        in_stripe = position - round_ * (devices * width) - turn * stripe
+        return round_ * width + xp.clip(in_stripe, 0, stripe)
+
+    def permute(self, x: Any, devices: int, axis: int, pad: Any = 0) -> Any:
+        """Put an array from text order into layout order along `axis`, padding it with `pad` where it does not divide.
+
+        NumPy arrays stay NumPy arrays (where data enters), JAX arrays stay JAX arrays.
+        """
+        axis = _check_axis(x, axis)
+        length = x.shape[axis]
+        order = self.order(self.padded_length(length, devices), devices)
+        if not isinstance(x, np.ndarray):
+            return _gather(x, order, axis, fill=pad if len(order) > length else None)
+        if len(order) > length:
+            widths = [(0, len(order) - length if i == axis else 0) for i in range(x.ndim)]
+            x = np.pad(x, widths, constant_values=pad)
+        return np.take(x, order, axis)
+
+    def restore(self, x: Any, devices: int, axis: int, length: int | None = None) -> Any:
+        """Undo `permute`: back to text order; `length` cuts the padding off."""
+        axis = _check_axis(x, axis)
+        slot_of = np.argsort(self.order(x.shape[axis], devices)).astype(np.int32)
+        if length is not None:
+            if not 1 <= length <= x.shape[axis]:
+                raise ValueError(f"length must be between 1 and the array's length {x.shape[axis]}; got {length}.")
+            slot_of = slot_of[:length]
+        return np.take(x, slot_of, axis) if isinstance(x, np.ndarray) else _gather(x, slot_of, axis)
+
+    def _deal(self, length: int, devices: int) -> tuple[int, int]:
+        """Slots per device and the width of a full stripe."""
+        padded = self.padded_length(length, devices)
+        if padded != length:
+            even = "" if self.rounds == 1 else f" in {self.rounds} equal rounds"
+            raise ValueError(
+                f"{self!r} needs a length that {devices} devices can share equally{even}, a multiple of "
+                f"{self.rounds * devices}; got {length}. Pad it to {padded}: layout.permute does that for you."
+            )
+        slots = length // devices
+        return slots, min(self.stripe or slots // self.rounds, slots)
+
+    def _turn(self, xp: Any, round_: Any, device: Any, devices: int, slots: int, width: int) -> tuple[Any, Any]:
+        """Whose turn the device is in a round (counted from 0), and how wide that round's stripes are."""
+        turn = xp.asarray(device, dtype=np.int32)
+        if self.backwards:
+            turn = xp.where(round_ % 2 == 1, devices - 1 - turn, turn)
+        stripe = xp.where(round_ < slots // width, np.int32(width), np.int32(slots % width))
+        return turn, stripe
+
+
+def contiguous() -> Layout:
+    """Every device holds one contiguous piece: Ring Attention's layout."""
+    return Layout("contiguous")
+
+
+def striped(stripe: int = 1) -> Layout:
+    """Stripes of `stripe` tokens dealt round-robin: Striped Attention's layout, as wide as you like.
+
+    As wide as a tile of the kernel (128) is the best choice for windows and packed documents.
+    """
+    _check_count("stripe", stripe)
+    return Layout("striped", stripe=stripe)
+
+
+def zigzag() -> Layout:
+    """Every device holds one piece from the front and its mirror image from the back, as Llama 3 was trained."""
+    return Layout("zigzag", rounds=2, backwards=True)
+
+
+def _namespace(*values: Any) -> Any:
+    return jnp if any(isinstance(value, jax.Array) for value in values) else np
+
+
+def _gather(x: Any, index: np.ndarray, axis: int, fill: Any = None) -> jax.Array:
+    """`jnp.take` that also works on arrays whose sharding is part of their type (explicit mesh axes)."""
+    x = jnp.asarray(x)
+    options: dict[str, Any] = {}
+    sharding = jax.typeof(x).sharding
+    if any(name is not None for name in sharding.spec):
+        shards = x.shape[axis] // sharding.shard_shape(x.shape)[axis]
+        spec = list(sharding.spec)
+        if len(index) % shards:
+            spec[axis] = None
+        options["out_sharding"] = sharding.update(spec=jax.P(*spec))
+    if fill is None:
+        options["mode"] = "promise_in_bounds"
+    else:
+        options.update(mode="fill", fill_value=fill)
+    return x.at[(slice(None),) * axis + (index,)].get(unique_indices=True, **options)
+
+
+def _check_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}.")
+
+
+def _check_axis(x: Any, axis: int) -> int:
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis must name one of the array's {x.ndim} dimensions; got axis={axis} for shape {x.shape}.")
+    return axis % x.ndim

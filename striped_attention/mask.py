@@ -1,0 +1,196 @@
+"""Mask: which keys a query may see.
+
+A query at position p sees a half-open range of key positions `[lo(p), hi(p))`, and both ends never decrease with p. All
+masks a language model trains with are of that kind, and so are their intersections (`&`):
+
+    full                 [0, T)                       1 1 1 1    causal    1 0 0 0    sliding_window(2)    1 0 0 0
+    causal               [0, p + 1)                   1 1 1 1              1 1 0 0                         1 1 0 0
+    sliding_window(w)    [p - w + 1, p + 1)           1 1 1 1              1 1 1 0                         0 1 1 0
+    prefix(m)            [0, max(p + 1, m))           1 1 1 1              1 1 1 1                         0 0 1 1
+    documents(ids)       [start of p's document, p + 1)
+
+1 means "may attend"; rows are queries, columns keys. So a mask is two numbers (a window, a prefix) and, for packed
+documents, one or two integers per position; no length × length array exists anywhere but in `dense`, for pictures.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from striped_attention.layout import Layout
+
+Bounds = Int[Array | np.ndarray, "rows positions"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mask:
+    """Ranges of visible keys; made by `causal`, `full`, `sliding_window`, `documents`, `prefix`, and `&`.
+
+    A pytree: `lo` and `hi` (batch or 1, length) are its arrays, everything else is static. `window` None means that
+    the past is unlimited, `prefix` None that the future is; causal is a prefix of 0. `length` is set by masks that hold
+    arrays, `placed` (a layout and a number of devices) by `permute`.
+    """
+
+    window: int | None = None
+    prefix: int | None = None
+    lo: Any = None
+    hi: Any = None
+    length: int | None = None
+    placed: tuple[Layout, int] | None = None
+
+    def __repr__(self) -> str:
+        numbers = [f"{name}={getattr(self, name)}" for name in ("window", "prefix") if getattr(self, name) is not None]
+        arrays = [f"documents of length {self.length}"] if self.length else []
+        return f"Mask({', '.join(numbers + arrays)})"
+
+    def __and__(self, other: "Mask") -> "Mask":
+        """Keys visible under both masks."""
+        if not isinstance(other, Mask):
+            return NotImplemented
+        if self.length and other.length and (self.length, self.placed) != (other.length, other.placed):
+            raise ValueError(
+                f"Masks joined by & must be made for one length and one layout; got lengths {self.length} and "
+                f"{other.length}, layouts {self.placed} and {other.placed}. Join them before mask.permute."
+            )
+        return Mask(
+            window=_either(min, self.window, other.window),
+            prefix=_either(min, self.prefix, other.prefix),
+            lo=_either(_namespace(self.lo, other.lo).maximum, self.lo, other.lo),
+            hi=_either(_namespace(self.hi, other.hi).minimum, self.hi, other.hi),
+            length=self.length or other.length,
+            placed=self.placed or other.placed,
+        )
+
+    def bounds(self, positions: Int[Array | np.ndarray, " positions"], length: int) -> tuple[Bounds, Bounds]:
+        """`lo` and `hi` for the queries at `positions` of a text of `length` tokens; rows is the batch, or 1.
+
+        Positions past the text (padding) see nothing: their range is `[length, length)`.
+        """
+        xp = _namespace(positions, self.lo, self.hi)
+        p = xp.asarray(positions, dtype=np.int32)[None, :]
+        lo = xp.zeros_like(p) if self.window is None else xp.maximum(p - (self.window - 1), 0)
+        hi = xp.full_like(p, length) if self.prefix is None else xp.minimum(xp.maximum(p + 1, self.prefix), length)
+        lo = lo if self.lo is None else xp.maximum(lo, self.lo)
+        hi = hi if self.hi is None else xp.minimum(hi, self.hi)
+        return xp.where(p < length, lo, length), xp.where(p < length, hi, length)
+
+    def permute(self, layout: Layout, devices: int) -> "Mask":
+        """The mask in layout order, as it enters `shard_map` (sharded like [batch, length]). No-op without arrays."""
+        if self.length is None or self.placed == (layout, devices):
+            return self
+        if self.placed is not None:
+            raise ValueError(
+                f"This mask is already in the order of {self.placed[0]!r} on {self.placed[1]} devices; asked for "
+                f"{layout!r} on {devices}. Permute the mask that `documents` returned instead."
+            )
+        lo, hi = (x if x is None else layout.permute(x, devices, axis=1, pad=self.length) for x in (self.lo, self.hi))
+        return dataclasses.replace(self, lo=lo, hi=hi, placed=(layout, devices))
+
+    def dense(self, length: int) -> Bool[np.ndarray, "*rows length length"]:
+        """The whole picture, True where a query (row) may see a key (column): for documentation, tests and small texts."""
+        if self.placed is not None:
+            raise ValueError("dense() draws a mask in text order; this one was permuted. Draw it before mask.permute.")
+        self.check_length(length)
+        lo, hi = (np.asarray(x)[..., None] for x in self.bounds(np.arange(length, dtype=np.int32), length))
+        key = np.arange(length)
+        picture = (lo <= key) & (key < hi)
+        return picture[0] if self.length is None else picture
+
+    def check_length(self, length: int) -> None:
+        """Raise unless this mask can serve a text of `length` tokens."""
+        if self.length is not None and self.length != length:
+            raise ValueError(
+                f"The mask was made for a text of {self.length} tokens (the width of its segment ids), but the text has "
+                f"{length}. Make the mask from segment ids of the same length, or pass length={self.length}."
+            )
+
+    def without_arrays(self) -> "Mask":
+        """The part that is known while tracing; it sees everything that the whole mask sees, and maybe more."""
+        return Mask(window=self.window, prefix=self.prefix)
+
+
+jax.tree_util.register_dataclass(
+    Mask, data_fields=["lo", "hi"], meta_fields=["window", "prefix", "length", "placed"]
+)
+
+
+def full() -> Mask:
+    """Every query sees every key."""
+    return Mask()
+
+
+def causal() -> Mask:
+    """A query sees itself and everything before it."""
+    return Mask(prefix=0)
+
+
+def sliding_window(width: int) -> Mask:
+    """Causal, and at most `width` keys back, the query's own included."""
+    if isinstance(width, bool) or not isinstance(width, (int, np.integer)) or width < 1:
+        raise ValueError(f"The width of a sliding window must be a whole number of at least 1; got {width!r}.")
+    return Mask(window=int(width), prefix=0)
+
+
+def prefix(length: int) -> Mask:
+    """Causal, but the first `length` tokens all see each other (prefix language models)."""
+    if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 0:
+        raise ValueError(f"The length of a prefix must be a whole number of at least 0; got {length!r}.")
+    return Mask(prefix=int(length))
+
+
+def documents(segment_ids: Int[Array | np.ndarray, "batch length"], causal: bool = True) -> Mask:
+    """Packed documents: a query sees the keys of its own document, and with `causal` only those up to itself.
+
+    `segment_ids` are in text order, one row a sequence, and equal ids must lie together; nothing needs alignment. Ids
+    that are being traced cannot be looked at: there every run of equal ids counts as a document of its own.
+    """
+    traced = isinstance(segment_ids, jax.core.Tracer)
+    if not traced and getattr(segment_ids, "is_fully_addressable", True):
+        segment_ids = np.asarray(segment_ids)
+    if segment_ids.ndim != 2 or 0 in segment_ids.shape or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(
+            f"segment_ids must be whole numbers of shape [batch, length]; got {segment_ids.dtype}{segment_ids.shape}. "
+            f"For one sequence use segment_ids[None, :]."
+        )
+    xp = _namespace(segment_ids)
+    length = segment_ids.shape[1]
+    position = xp.arange(length, dtype=np.int32)[None, :]
+    first = xp.concatenate([xp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
+    if isinstance(segment_ids, np.ndarray):
+        _check_runs(segment_ids, first)
+        lo = np.maximum.accumulate(np.where(first, position, 0), axis=1)
+    else:
+        lo = lax.cummax(jnp.where(first, position, 0), axis=1)
+    if causal:
+        return Mask(prefix=0, lo=lo, length=length)
+    last = xp.concatenate([first[:, 1:], xp.ones_like(first[:, :1])], axis=1)
+    end = xp.where(last, position + 1, length)
+    if isinstance(end, np.ndarray):
+        hi = np.minimum.accumulate(end[:, ::-1], axis=1)[:, ::-1]
+    else:
+        hi = lax.cummin(end, axis=1, reverse=True)
+    return Mask(lo=lo, hi=hi, length=length)
+
+
+def _check_runs(segment_ids: np.ndarray, first: np.ndarray) -> None:
+    for row, (ids, starts) in enumerate(zip(segment_ids, first, strict=True)):
+        opened, count = np.unique(ids[starts], return_counts=True)
+        if (count > 1).any():
+            again = opened[count > 1][0]
+            raise ValueError(
+                f"Equal segment ids must lie together; in row {row} id {again} appears in {count.max()} separate runs. "
+                f"Give every document an id of its own."
+            )
+
+
+def _either(join: Any, a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else join(a, b)
+
+
+def _namespace(*values: Any) -> Any:
+    return jnp if any(isinstance(value, jax.Array) for value in values) else np

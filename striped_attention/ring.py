@@ -1,0 +1,198 @@
+"""Ring: who meets whom, and when.
+
+Every device keeps its queries. Keys and values travel round the ring; after j hops a device holds those of the device j
+places before it. N devices need N - 1 hops, fewer where the mask shows, before anything runs, that nobody needs a block.
+
+A step first sends what it holds, then computes on it: the transfer does not wait for the arithmetic nor the arithmetic
+for the transfer, so the compiler can run both at once. Partial results are joined by `merge`.
+
+    forward    hold kv ──send──►            backward   hold kv ──send──►          the sum of dk, dv travels one step behind
+               attend(q, kv)                           attend_grad(q, kv)         k, v: it arrives while this device computes
+               merge into the result                   add to what arrives        its own share of it, which is then added
+
+The device's own block comes first, and its dk and dv stay at home until the travelling rest arrives at the very end. So
+the travelling sums make N - 1 hops too. They are float32; k and v travel in their own dtype, key heads only.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from striped_attention.bias import Bias
+from striped_attention.kernel import Block, Kernel, Partial, merge
+from striped_attention.layout import Layout
+from striped_attention.mask import Mask
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Everything about a ring that is known while tracing."""
+
+    axis_name: str
+    devices: int
+    layout: Layout
+    length: int
+    padded_length: int
+    kernel: Kernel
+    scale: float
+    softcap: float | None = None
+    tile: tuple[int, int] | None = None
+
+    def offsets(self, mask: Mask) -> tuple[int, ...]:
+        """How many places back the keys come from, step by step."""
+        return needed_offsets(self.layout, mask.window, mask.prefix, self.length, self.padded_length, self.devices)
+
+    def blocks(self, mask: Mask, bias: Bias | None) -> Any:
+        """A function from an offset to the block of this device's queries with the keys from `offset` places back."""
+        here = lax.axis_index(self.axis_name)
+        place = functools.partial(self.layout.positions, length=self.padded_length, devices=self.devices)
+        positions = place(here)
+        lo, hi = mask.bounds(positions, self.length)
+
+        def block(offset: Any) -> Block:
+            there = (here - offset) % self.devices
+            count = functools.partial(
+                self.layout.count_before, there, length=self.padded_length, devices=self.devices
+            )
+            return Block(count(lo), count(hi), positions, place(there), bias, self.scale, self.softcap, self.tile)
+
+        return block
+
+    def send(self, x: Any, places: int) -> Any:
+        """Pass a pytree `places` on along the ring."""
+        pairs = [(i, (i + places) % self.devices) for i in range(self.devices)]
+        return jax.tree.map(lambda leaf: lax.ppermute(leaf, self.axis_name, pairs), x)
+
+
+class _Run(NamedTuple):
+    """Steps that hop alike, for one loop: at each of `offsets`, send k and v on by `places`, having come by `came`."""
+
+    offsets: np.ndarray
+    places: int
+    came: int | None
+
+
+@functools.lru_cache(maxsize=256)
+def needed_offsets(
+    layout: Layout, window: int | None, prefix: int | None, length: int, padded_length: int, devices: int
+) -> tuple[int, ...]:
+    """The offsets at which some device sees some key, under the part of a mask that is known while tracing."""
+    mask = Mask(window=window, prefix=prefix)
+
+    def sees(device: int, offset: int) -> bool:
+        lo, hi = mask.bounds(layout.positions(device, padded_length, devices), length)
+        there = (device - offset) % devices
+        count = functools.partial(layout.count_before, there, length=padded_length, devices=devices)
+        return bool((count(lo) < count(hi)).any())
+
+    needed = (o for o in range(1, devices) if any(sees(device, o) for device in reversed(range(devices))))
+    return (0, *needed)
+
+
+def ring_attention(
+    ring: Ring,
+    q: Float[Array, "batch slots heads dim"],
+    k: Float[Array, "batch slots kv_heads dim"],
+    v: Float[Array, "batch slots kv_heads dim"],
+    mask: Mask,
+    bias: Bias | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+) -> Float[Array, "batch slots heads dim"]:
+    """Exact attention of this device's queries over the keys of the whole ring; to be called inside `shard_map`."""
+    # Adding a zero that varies over every mesh axis that some input varies over makes all inputs vary alike, as loops
+    # under shard_map's check_vma demand. It costs nothing, and its transpose sums the gradients of replicated inputs.
+    inputs = (q, k, v, mask, bias, sinks)
+    zero = lax.axis_index(ring.axis_name) * 0
+    for leaf in jax.tree.leaves(inputs):
+        zero = zero + jnp.zeros_like(leaf, shape=(), dtype=zero.dtype)
+    inputs = jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), inputs)
+    return _ring_attention(ring, *inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring_attention(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any) -> Array:
+    return _forward(ring, q, k, v, mask, bias, sinks)[0]
+
+
+def _forward(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any) -> tuple[Array, Any]:
+    block = ring.blocks(mask, bias)
+    offsets = ring.offsets(mask)
+    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    nothing = Partial(jnp.zeros_like(q, dtype=dtype), jnp.full_like(q, -jnp.inf, shape=q.shape[:-1], dtype=dtype))
+
+    def step(carry: Any, offset: Any, places: int) -> Any:
+        kv, result = carry
+        sent = ring.send(kv, places)
+        return (sent, merge(result, ring.kernel.attend(q, *kv, block(offset)))), None
+
+    carry = ((k, v), nothing)
+    for run in _runs(offsets):
+        carry, _ = lax.scan(functools.partial(step, places=run.places), carry, run.offsets)
+    kv, result = carry
+    result = merge(result, ring.kernel.attend(q, *kv, block(offsets[-1])))
+    if sinks is not None:  # a sink is a key that everybody sees and whose value is 0
+        sink = jnp.broadcast_to(sinks.astype(dtype), result.lse.shape)
+        result = merge(result, Partial(jnp.zeros_like(result.out), sink))
+    out = result.out.astype(q.dtype)
+    return out, (q, k, v, mask, bias, sinks, out, result.lse)
+
+
+def _backward(ring: Ring, residuals: Any, dout: Array) -> Any:
+    q, k, v, mask, bias, sinks, out, lse = residuals
+    block = ring.blocks(mask, bias)
+    offsets = ring.offsets(mask)
+
+    def grads(kv: Any, offset: Any) -> Any:
+        dq, dk, dv, dbias = ring.kernel.attend_grad(q, *kv, block(offset), out, lse, dout)
+        return (dq, dbias), (dk, dv)
+
+    def step(kv: Any, stay: Any, travel: Any, offset: Any, places: int | None, came: int | None) -> Any:
+        sent = None if places is None else ring.send(kv, places)
+        arrived = None if came is None else ring.send(travel, came)
+        more_stay, more_travel = grads(kv, offset)
+        return sent, _add(stay, more_stay), _add(arrived, more_travel)
+
+    hops = [*(b - a for a, b in itertools.pairwise(offsets)), None]
+    kv, stay, home = step((k, v), None, None, 0, hops[0], None)
+    if len(offsets) > 1:  # the first foreign block, with which a sum starts to travel
+        kv, stay, travel = step(kv, stay, None, offsets[1], hops[1], None)
+        for run in _runs(offsets[2:], came=hops[1]):
+            turn = functools.partial(step, places=run.places, came=run.came)
+            (kv, stay, travel), _ = lax.scan(
+                lambda carry, offset, turn=turn: (turn(*carry, offset), None), (kv, stay, travel), run.offsets
+            )
+        if len(offsets) > 2:
+            _, stay, travel = step(kv, stay, travel, offsets[-1], None, hops[-2])
+        home = _add(home, ring.send(travel, ring.devices - offsets[-1]))
+    (dq, dbias), (dk, dv) = stay, home
+    dsinks = None
+    if sinks is not None:
+        delta = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), axis=-1)
+        dsinks = -jnp.sum(jnp.exp(sinks.astype(lse.dtype) - lse) * delta, axis=(0, 1))
+    cast = functools.partial(jax.tree.map, lambda grad, x: grad.astype(x.dtype))
+    return (*cast((dq, dk, dv), (q, k, v)), None, cast(dbias, bias), cast(dsinks, sinks))
+
+
+_ring_attention.defvjp(_forward, _backward)
+
+
+def _runs(offsets: tuple[int, ...], came: int | None = None) -> list[_Run]:
+    """The steps at all offsets but the last, which is where the hops end, grouped by the hops they make."""
+    hops = [b - a for a, b in itertools.pairwise(offsets)]
+    arrivals = [came, *hops]
+    steps = zip(offsets, hops, arrivals, strict=False)
+    return [
+        _Run(np.array([offset for offset, _, _ in run], np.int32), places, came)
+        for (places, came), run in itertools.groupby(steps, key=lambda s: s[1:])
+    ]
+
+
+def _add(a: Any, b: Any) -> Any:
+    return b if a is None else jax.tree.map(jnp.add, a, b)
