@@ -18,14 +18,19 @@ end of its last row: `tile_spans`. Kernels run these tiles and no others, and th
 """
 
 import dataclasses
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from striped_attention.bias import Bias
+
+
+def accumulator(dtype: Any) -> Any:
+    """What results are added up in: float64 for float64, float32 for everything else."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 class Partial(NamedTuple):
@@ -54,16 +59,17 @@ class Block:
     Positions serve the bias; `tile` is queries × keys, None for the kernel's own choice.
     """
 
-    start: Int[Array, "rows queries"]
-    end: Int[Array, "rows queries"]
-    query_positions: Int[Array, " queries"]
-    key_positions: Int[Array, " keys"]
-    bias: Bias | None = None
+    start: Any  # int32 [rows, queries]
+    end: Any  # int32 [rows, queries]
+    query_positions: Any  # int32 [queries]
+    key_positions: Any  # int32 [keys]
+    bias: Any = None  # Bias | None
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
     tile: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
 
 
+@runtime_checkable
 class Kernel(Protocol):
     """The module of a kernel has these three functions."""
 

@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from striped_attention.bias import Bias
-from striped_attention.kernel import Block, Partial, Spans, tile_spans
+from striped_attention.kernel import Block, Partial, Spans, accumulator, tile_spans
 
 DEFAULT_TILE = (256, 128)  # queries × keys: 128 KiB of float32 scores, which a core's second-level cache holds
 
@@ -76,7 +76,7 @@ class _Tiles:
 
     def __init__(self, q: Array, k: Array, block: Block) -> None:
         self.block = block
-        self.dtype = jnp.promote_types(q.dtype, jnp.float32)
+        self.dtype = accumulator(q.dtype)
         self.batch, self.n_q, self.heads, self.dim = q.shape
         self.n_k, self.kv_heads = k.shape[1:3]
         self.group = self.heads // self.kv_heads

@@ -77,6 +77,7 @@ class Mask:
         hi = xp.full_like(p, length) if self.prefix is None else xp.minimum(xp.maximum(p + 1, self.prefix), length)
         lo = lo if self.lo is None else xp.maximum(lo, self.lo)
         hi = hi if self.hi is None else xp.minimum(hi, self.hi)
+        lo, hi = xp.broadcast_arrays(lo, hi)
         return xp.where(p < length, lo, length), xp.where(p < length, hi, length)
 
     def permute(self, layout: Layout, devices: int) -> "Mask":

@@ -45,7 +45,7 @@ def dense_partial(
     if bias is not None:
         if distance is None:
             distance = np.arange(key.shape[1])[None, :] - np.arange(query.shape[1])[:, None]
-        scores = scores + jax.vmap(lambda head: head.at(distance))(bias).astype(scores.dtype)
+        scores = scores + jax.vmap(lambda head: head.at(jnp.asarray(distance)))(bias).astype(scores.dtype)
     visible = jnp.asarray(visible).reshape(-1, 1, *scores.shape[2:])
     scores = jnp.where(visible, scores, -jnp.inf)
     if sinks is not None:

@@ -26,7 +26,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from striped_attention.bias import Bias
-from striped_attention.kernel import Block, Kernel, Partial, merge
+from striped_attention.kernel import Block, Kernel, Partial, accumulator, merge
 from striped_attention.layout import Layout
 from striped_attention.mask import Mask
 
@@ -124,7 +124,7 @@ def _ring_attention(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any, s
 def _forward(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any) -> tuple[Array, Any]:
     block = ring.blocks(mask, bias)
     offsets = ring.offsets(mask)
-    dtype = jnp.promote_types(q.dtype, jnp.float32)
+    dtype = accumulator(q.dtype)
     nothing = Partial(jnp.zeros_like(q, dtype=dtype), jnp.full_like(q, -jnp.inf, shape=q.shape[:-1], dtype=dtype))
 
     def step(carry: Any, offset: Any, places: int) -> Any:

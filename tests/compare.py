@@ -1,0 +1,162 @@
+"""What "exact" means in these tests: attention on a mesh against the dense oracle in float64, gradients included.
+
+float32 must agree to 1e-5 of the oracle's scale; bfloat16 must stay within twice the error that plain dense bfloat16
+attention makes.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import striped_attention as sa
+from striped_attention.layout import Layout
+from striped_attention.mask import Mask
+from striped_attention.oracle import dense_attention
+
+FLOAT32_TOLERANCE = 1e-5
+# Gradients can vanish (a softmax over one key has none); errors are then judged on the scale of the inputs, about 1.
+SMALLEST_SCALE = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A shape and options; all that decides which program is compiled, besides devices, layout and mask."""
+
+    batch: int = 2
+    length: int = 53
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 8
+    dtype: str = "float32"
+    tile: Any = (8, 4)
+    scale: float | None = None
+    softcap: float | None = None
+    bias: str | None = None
+    sinks: bool = False
+
+    def arrays(self, seed: int = 0, magnitude: float = 1.0) -> dict[str, np.ndarray]:
+        """Random inputs, and the gradient `dout` that comes back into the output."""
+        rng = np.random.default_rng(seed)
+        shapes = {
+            "q": (self.batch, self.length, self.heads, self.dim),
+            "k": (self.batch, self.length, self.kv_heads, self.dim),
+            "v": (self.batch, self.length, self.kv_heads, self.dim),
+            "dout": (self.batch, self.length, self.heads, self.dim),
+        }
+        if self.bias is not None:
+            shapes["bias"] = (self.heads,) if self.bias == "alibi" else (8, self.heads)
+        if self.sinks:
+            shapes["sinks"] = (self.heads,)
+        arrays = {name: rng.standard_normal(shape).astype(self.dtype) for name, shape in shapes.items()}
+        arrays["q"] = arrays["q"] * np.asarray(magnitude, self.dtype)
+        if self.bias == "alibi":
+            arrays["bias"] = np.abs(arrays["bias"])
+        return arrays
+
+    def options(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments of `attention` and of the oracle alike."""
+        bias = None
+        if self.bias == "alibi":
+            bias = sa.alibi(arrays["bias"])
+        elif self.bias is not None:
+            bias = sa.relative_bias(arrays["bias"], bidirectional=self.bias == "t5-bidirectional", max_distance=16)
+        return {"scale": self.scale, "softcap": self.softcap, "bias": bias, "sinks": arrays.get("sinks")}
+
+
+def mesh_of(devices: int, name: str = "sequence") -> jax.sharding.Mesh:
+    return jax.make_mesh((devices,), (name,), devices=jax.devices()[:devices])
+
+
+@functools.lru_cache(maxsize=32)
+def on_mesh(shape: Shape, devices: int, layout: Layout) -> Any:
+    """A compiled function from arrays and a mask to the output and all gradients, in text order."""
+
+    def output(arrays: dict[str, Any], mask: Mask) -> Any:
+        q, k, v = (layout.permute(arrays[name], devices=devices, axis=1) for name in "qkv")
+        out = sa.attention(
+            q, k, v, mesh=mesh_of(devices), axis_name="sequence", layout=layout, mask=mask, length=shape.length,
+            tile=shape.tile, **shape.options(arrays),
+        )  # fmt: skip
+        return layout.restore(out, devices=devices, axis=1, length=shape.length)
+
+    return jax.jit(_with_gradients(output))
+
+
+@functools.lru_cache(maxsize=32)
+def dense(shape: Shape) -> Any:
+    """The same for the oracle; the mask comes as a picture."""
+    return jax.jit(_with_gradients(lambda arrays, visible: dense_attention(*(arrays[n] for n in "qkv"), visible, **shape.options(arrays))))
+
+
+def _with_gradients(output: Any) -> Any:
+    def run(arrays: dict[str, Any], mask: Any) -> dict[str, Any]:
+        inputs = {name: x for name, x in arrays.items() if name != "dout"}
+        out, pull = jax.vjp(lambda inputs: output(inputs, mask), inputs)
+        (grads,) = pull(jnp.asarray(arrays["dout"]).astype(out.dtype))
+        return {"out": out, **{f"d{name}": grad for name, grad in grads.items()}}
+
+    return run
+
+
+def expected(shape: Shape, arrays: dict[str, np.ndarray], visible: np.ndarray) -> dict[str, np.ndarray]:
+    """The truth: the oracle in float64."""
+    with jax.enable_x64(True):
+        result = dense(shape)({name: jnp.asarray(x.astype(np.float64)) for name, x in arrays.items()}, visible)
+        return {name: np.asarray(x) for name, x in result.items()}
+
+
+def errors(actual: dict[str, Any], truth: dict[str, np.ndarray]) -> dict[str, float]:
+    """The largest error of every result, relative to the scale of the truth."""
+    assert actual.keys() == truth.keys()
+    found = {}
+    for name, x in actual.items():
+        difference = np.abs(np.asarray(x).astype(np.float64) - truth[name])
+        assert np.isfinite(difference).all(), f"{name} is not finite"
+        found[name] = float(difference.max() / max(np.abs(truth[name]).max(), SMALLEST_SCALE))
+    return found
+
+
+def assert_exact(shape: Shape, devices: int, layout: Layout, mask: Mask, seed: int = 0) -> None:
+    """Attention on a mesh equals the oracle: output and all gradients."""
+    arrays = shape.arrays(seed)
+    visible = mask.dense(shape.length)
+    truth = expected(shape, arrays, visible)
+    found = errors(on_mesh(shape, devices, layout)(arrays, mask), truth)
+    if shape.dtype == "float32":
+        allowed = dict.fromkeys(found, FLOAT32_TOLERANCE)
+    else:
+        plain = errors(dense(shape)({name: jnp.asarray(x) for name, x in arrays.items()}, visible), truth)
+        allowed = {name: 2 * error for name, error in plain.items()}
+    wrong = {name: (error, allowed[name]) for name, error in found.items() if error > allowed[name]}
+    assert not wrong, f"error and allowed error of {wrong} with {layout} on {devices} devices, {mask}, {shape}"
+
+
+def random_segments(rng: np.random.Generator, batch: int, length: int, longest: int) -> np.ndarray:
+    """Segment ids of documents with random lengths from 1 to `longest`."""
+    rows = []
+    for _ in range(batch):
+        lengths = rng.integers(1, longest + 1, size=length)
+        rows.append(np.repeat(np.arange(length), lengths)[:length])
+    return np.stack(rows)
+
+
+def random_mask(rng: np.random.Generator, batch: int, length: int) -> Mask:
+    """Any mask there can be: two random non-decreasing rows of bounds; some rows see nothing."""
+    style = rng.integers(4)
+    if style == 0:
+        return sa.documents(random_segments(rng, batch, length, int(rng.integers(1, length + 1)))) & _everything(length)
+    lo, hi = np.sort(rng.integers(0, length + 1, (2, batch, length)), axis=-1).astype(np.int32)
+    if style == 1:
+        lo[:], hi[:] = 0, np.arange(1, length + 1)
+    elif style == 2:
+        lo = np.maximum(0, np.arange(length, dtype=np.int32) - rng.integers(0, length, (batch, 1), dtype=np.int32))
+    return Mask(lo=lo, hi=hi, length=length)
+
+
+def _everything(length: int) -> Mask:
+    """A mask that hides nothing but holds both arrays, so that joining it fixes the structure of a mask's pytree."""
+    return Mask(lo=np.zeros((1, length), np.int32), hi=np.full((1, length), length, np.int32), length=length)

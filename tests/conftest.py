@@ -1,0 +1,9 @@
+"""Every test runs on 8 virtual CPU devices, with strict dtypes and with shapes and types checked at run time."""
+
+import jax
+from jaxtyping import install_import_hook
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+install_import_hook("striped_attention", "beartype.beartype")

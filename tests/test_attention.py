@@ -1,0 +1,158 @@
+"""Attention over a mesh is exact: every layout, mask and option, 1 to 8 devices, odd lengths, all gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import striped_attention as sa
+from striped_attention.mask import Mask
+from tests.compare import Shape, assert_exact, mesh_of, random_mask, random_segments
+
+LAYOUTS = [sa.contiguous(), sa.striped(), sa.striped(4), sa.zigzag()]
+DEVICES = [1, 2, 3, 4, 5, 8]
+OPTIONS = {
+    "plain": Shape(),
+    "softcap": Shape(softcap=2.0, scale=1.0),
+    "alibi": Shape(bias="alibi"),
+    "t5": Shape(bias="t5", scale=1.0),
+    "t5-bidirectional, sinks, softcap": Shape(bias="t5-bidirectional", sinks=True, softcap=3.0),
+    "sinks": Shape(sinks=True),
+    "bfloat16": Shape(dtype="bfloat16"),
+    "bfloat16, all options": Shape(dtype="bfloat16", bias="t5", sinks=True, softcap=3.0),
+    "float16": Shape(dtype="float16"),
+}
+
+
+def named_masks(length: int, batch: int) -> dict[str, Mask]:
+    ids = random_segments(np.random.default_rng(1), batch, length, longest=20)
+    return {
+        "causal": sa.causal(),
+        "full": sa.full(),
+        "window": sa.sliding_window(7),
+        "documents": sa.documents(ids),
+        "documents, both ways": sa.documents(ids, causal=False),
+        "prefix": sa.prefix(20),
+        "documents & window": sa.documents(ids) & sa.sliding_window(5),
+        "prefix & documents, both ways": sa.prefix(9) & sa.documents(ids, causal=False),
+        "one row of documents for all": sa.documents(ids[:1]),
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("devices", DEVICES)
+def test_every_layout_on_any_number_of_devices_with_arbitrary_masks(devices, layout):
+    rng = np.random.default_rng(devices)
+    shape = Shape()
+    for seed in range(6):
+        assert_exact(shape, devices, layout, random_mask(rng, shape.batch, shape.length), seed)
+
+
+@pytest.mark.parametrize("name", named_masks(53, 2))
+def test_every_named_mask(name):
+    assert_exact(Shape(), 4, sa.striped(4), named_masks(53, 2)[name])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_hops_that_a_window_skips_change_nothing(layout):
+    assert_exact(Shape(batch=1), 5, layout, sa.sliding_window(7))
+
+
+@pytest.mark.parametrize("layout", [sa.striped(), sa.zigzag()], ids=repr)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option(name, layout):
+    rng = np.random.default_rng(0)
+    shape = OPTIONS[name]
+    assert_exact(shape, 3, layout, sa.documents(random_segments(rng, 2, shape.length, 30), causal=False))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (8, 1), (4, 4), (6, 3)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_grouped_and_single_key_heads(heads, kv_heads, dtype):
+    assert_exact(Shape(batch=1, heads=heads, kv_heads=kv_heads, dtype=dtype), 2, sa.striped(), sa.causal())
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 63, 64, 65])
+def test_any_length(length):
+    assert_exact(Shape(batch=1, length=length), 4, sa.striped(2), sa.causal())
+
+
+@pytest.mark.parametrize("tile", [None, 1, 64, (3, 16), (16, 3)])
+def test_any_tile(tile):
+    assert_exact(Shape(batch=1, tile=tile), 2, sa.striped(4), sa.sliding_window(20))
+
+
+def test_a_longer_sequence_with_the_default_tile():
+    shape = Shape(batch=1, length=2500, heads=2, kv_heads=1, dim=16, tile=None)
+    ids = random_segments(np.random.default_rng(0), 1, shape.length, longest=900)
+    assert_exact(shape, 4, sa.striped(128), sa.documents(ids))
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+@pytest.mark.parametrize("options", [{}, {"sinks": np.zeros(2, np.float32)}], ids=["plain", "sinks"])
+def test_a_row_that_sees_no_key_is_zero_and_so_are_its_gradients(devices, options):
+    length = 16
+    hi = np.where(np.arange(length) < 5, 0, np.arange(1, length + 1)).astype(np.int32)[None]
+    mask = Mask(lo=np.zeros_like(hi), hi=hi, length=length)
+    layout = sa.striped()
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 1, length, 2, 4)), jnp.float32)
+
+    def attend(x):
+        q, k, v = layout.permute(x, devices, axis=2)
+        out = sa.attention(q, k, v, mesh=mesh_of(devices), axis_name="sequence", layout=layout, mask=mask, **options)
+        return layout.restore(out, devices, axis=1)
+
+    out, pull = jax.vjp(attend, x)
+    (grad,) = pull(jnp.ones_like(out))
+    assert (out[0, :5] == 0).all()
+    assert (grad[0, 0, :5] == 0).all()
+    assert np.isfinite(grad).all()
+    assert (out[0, 5:] != 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_huge_scores_neither_overflow_nor_give_nan(sign, dtype):
+    length, devices, layout = 24, 4, sa.striped()
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.choice([-100.0, 100.0], (1, length, 2, 4)), dtype)
+    v = jnp.asarray(rng.standard_normal((1, length, 2, 4)), dtype)
+
+    def attend(q, k, v):  # q·k is sign · 1e4 on the diagonal
+        q, k, v = (layout.permute(x, devices, axis=1) for x in (q, k, v))
+        return sa.attention(
+            q, k, v, mesh=mesh_of(devices), axis_name="sequence", layout=layout, mask=sa.causal(), scale=sign * 0.25
+        )
+
+    out, pull = jax.vjp(attend, q, q, v)
+    grads = pull(jnp.ones_like(out))
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in (out, *grads))
+    assert np.abs(np.asarray(out, np.float32)).max() <= np.abs(np.asarray(v, np.float32)).max() * 1.01
+
+
+def test_padding_is_never_seen_whatever_lies_in_it():
+    length, devices, layout = 13, 4, sa.striped()
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 1, length, 2, 4)), jnp.float32)
+
+    def attend(pad):
+        q, k, v = layout.permute(x, devices, axis=2, pad=pad)
+        out = sa.attention(
+            q, k, v, mesh=mesh_of(devices), axis_name="sequence", layout=layout, mask=sa.full(), length=length
+        )
+        return layout.restore(out, devices, axis=1)
+
+    np.testing.assert_array_equal(attend(0.0)[:, :length], attend(1e3)[:, :length])
+    assert (attend(1e3)[:, length:] == 0).all()
+
+
+def test_the_answer_does_not_depend_on_the_layout_or_the_devices():
+    shape = Shape(length=64)
+    arrays = shape.arrays()
+    results = []
+    for layout in LAYOUTS:
+        for devices in (1, 8):
+            q, k, v = (layout.permute(arrays[n], devices, axis=1) for n in "qkv")
+            out = sa.attention(q, k, v, mesh=mesh_of(devices), axis_name="sequence", layout=layout, mask=sa.causal())
+            results.append(np.asarray(layout.restore(out, devices, axis=1)))
+    for other in results[1:]:
+        np.testing.assert_allclose(other, results[0], atol=2e-6)
