@@ -242,7 +242,7 @@ def _check_arrays(query: Array, key: Array, value: Array, bias: Bias | None, sin
         raise ValueError(f"sinks must be floating point of shape ({heads},), one a head; got {sinks.dtype}{sinks.shape}.")
 
 
-def _check_length(padded_length: int, length: int | None, mask: Mask, layout: Layout, devices: int) -> int:
+def _check_length(padded_length: int, length: int | None, mask: Any, layout: Any, devices: int) -> int:
     """The number of real tokens."""
     if not isinstance(layout, Layout):
         raise ValueError(f"layout must be striped(), contiguous() or zigzag(); got {layout!r}.")

@@ -9,7 +9,7 @@ positions and never stored:
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,7 @@ class Bias:
         return self.values[jnp.clip(distance, -reach, reach) + reach]
 
 
+@no_type_check  # checks its argument itself
 def alibi(slopes: Float[Array | np.ndarray, " heads"]) -> Bias:
     """ALiBi: a penalty that grows with distance, one slope a head. The slopes may be learned."""
     slopes = jnp.asarray(slopes)
@@ -48,6 +49,7 @@ def alibi(slopes: Float[Array | np.ndarray, " heads"]) -> Bias:
     return Bias(slopes=slopes)
 
 
+@no_type_check  # checks its argument itself
 def relative_bias(
     table: Float[Array | np.ndarray, "buckets heads"], bidirectional: bool = False, max_distance: int = 128
 ) -> Bias:

@@ -15,7 +15,7 @@ of positions is a range of slots on every device, and `count_before` finds its e
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +56,7 @@ class Layout:
 
     def order(self, length: int, devices: int) -> Int[np.ndarray, " length"]:
         """The position of the token in every slot, device after device: `x[order]` is x in layout order."""
+        self._deal(length, devices)
         return np.concatenate([self.positions(device, length, devices) for device in range(devices)])
 
     def positions(self, device: Any, length: int, devices: int) -> Int[Array | np.ndarray, " slots"]:
@@ -129,6 +130,7 @@ def contiguous() -> Layout:
     return Layout("contiguous")
 
 
+@no_type_check  # checks its argument itself
 def striped(stripe: int = 1) -> Layout:
     """Stripes of `stripe` tokens dealt round-robin: Striped Attention's layout, as wide as you like.
 

@@ -14,7 +14,7 @@ documents, one or two integers per position; no length × length array exists an
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +130,7 @@ def causal() -> Mask:
     return Mask(prefix=0)
 
 
+@no_type_check  # checks its argument itself
 def sliding_window(width: int) -> Mask:
     """Causal, and at most `width` keys back, the query's own included."""
     if isinstance(width, bool) or not isinstance(width, (int, np.integer)) or width < 1:
@@ -137,6 +138,7 @@ def sliding_window(width: int) -> Mask:
     return Mask(window=int(width), prefix=0)
 
 
+@no_type_check  # checks its argument itself
 def prefix(length: int) -> Mask:
     """Causal, but the first `length` tokens all see each other (prefix language models)."""
     if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 0:
@@ -144,6 +146,7 @@ def prefix(length: int) -> Mask:
     return Mask(prefix=int(length))
 
 
+@no_type_check  # checks its argument itself
 def documents(segment_ids: Int[Array | np.ndarray, "batch length"], causal: bool = True) -> Mask:
     """Packed documents: a query sees the keys of its own document, and with `causal` only those up to itself.
 

@@ -130,7 +130,10 @@ def assert_exact(shape: Shape, devices: int, layout: Layout, mask: Mask, seed: i
         allowed = dict.fromkeys(found, FLOAT32_TOLERANCE)
     else:
         plain = errors(dense(shape)({name: jnp.asarray(x) for name, x in arrays.items()}, visible), truth)
-        allowed = {name: 2 * error for name, error in plain.items()}
+        # dbias and dsinks are a handful of numbers, which plain attention may hit by luck. They are sums of the same
+        # gradients of scores that dq and dk are made of, so the error that plain attention makes there counts as well.
+        scores = max(plain["dq"], plain["dk"])
+        allowed = {name: 2 * (max(e, scores) if name in ("dbias", "dsinks") else e) for name, e in plain.items()}
     wrong = {name: (error, allowed[name]) for name, error in found.items() if error > allowed[name]}
     assert not wrong, f"error and allowed error of {wrong} with {layout} on {devices} devices, {mask}, {shape}"
 

@@ -1,0 +1,72 @@
+"""Random attention against the oracle, for as long as one likes: `make fuzz CASES=10000`, or python -m tests.fuzz --help.
+
+A *program* is what gets compiled: shape, options, dtype, layout, devices, tile. Compiling takes seconds, running takes
+milliseconds; so each program serves many cases, which differ in data and in their masks (arbitrary monotone ranges).
+A failure prints the two seeds that repeat it.
+"""
+
+import argparse
+import sys
+import time
+
+import numpy as np
+
+import striped_attention as sa
+from striped_attention.layout import Layout
+from tests.compare import Shape, assert_exact, random_mask
+
+
+def random_program(seed: int) -> tuple[Shape, int, Layout]:
+    """Shape with options, devices, layout."""
+    rng = np.random.default_rng(seed)
+    kv_heads = int(rng.choice([1, 2, 3]))
+    shape = Shape(
+        batch=int(rng.choice([1, 2, 3])),
+        length=int(rng.integers(1, 80)),
+        heads=kv_heads * int(rng.choice([1, 2, 4])),
+        kv_heads=kv_heads,
+        dim=int(rng.choice([4, 8, 16])),
+        dtype=str(rng.choice(["float32", "float32", "float32", "bfloat16"])),
+        tile=(int(rng.integers(1, 20)), int(rng.integers(1, 20))) if rng.random() < 0.8 else None,
+        scale=float(rng.choice([0.1, 0.5, 1.0])) if rng.random() < 0.3 else None,
+        softcap=float(rng.choice([1.0, 5.0])) if rng.random() < 0.3 else None,
+        bias=str(rng.choice(["alibi", "t5", "t5-bidirectional"])) if rng.random() < 0.4 else None,
+        sinks=bool(rng.random() < 0.3),
+    )
+    layouts = [sa.contiguous(), sa.zigzag(), sa.striped(), sa.striped(int(rng.integers(2, 20)))]
+    return shape, int(rng.choice([1, 2, 3, 4, 5, 8])), layouts[rng.integers(4)]
+
+
+def check_case(program_seed: int, case_seed: int) -> None:
+    """One random program on one random mask and random data."""
+    shape, devices, layout = random_program(program_seed)
+    rng = np.random.default_rng([program_seed, case_seed])
+    assert_exact(shape, devices, layout, random_mask(rng, shape.batch, shape.length), seed=int(rng.integers(2**31)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=1000, help="how many cases to run")
+    parser.add_argument("--per-program", type=int, default=50, help="cases that share one compiled program")
+    parser.add_argument("--seed", type=int, default=0, help="the first program's seed; another seed, other programs")
+    options = parser.parse_args()
+    began, failures, done = time.time(), 0, 0
+    while done < options.cases:
+        program = options.seed + done // options.per_program
+        try:
+            check_case(program, done % options.per_program)
+        except AssertionError as failure:
+            failures += 1
+            print(f"\nFAILED check_case({program}, {done % options.per_program}): {failure}", flush=True)
+        done += 1
+        if sys.stderr.isatty() or done % 500 == 0:
+            rate = f"{done} of {options.cases} cases, {failures} failed, {time.time() - began:.0f} s"
+            print(f"\r{rate}", end="" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+    print(f"\n{done} cases, {failures} failed, seed {options.seed}, {time.time() - began:.0f} s")
+    sys.exit(failures > 0)
+
+
+if __name__ == "__main__":
+    from tests import conftest  # noqa: F401  (8 devices, strict dtypes, checked types)
+
+    main()

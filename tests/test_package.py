@@ -1,0 +1,56 @@
+"""The package as a stranger meets it: light to import, silent until used, with a README that runs."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import striped_attention as sa
+
+ROOT = Path(__file__).parent.parent
+PUBLIC = {
+    "contiguous", "striped", "zigzag", "causal", "full", "sliding_window", "documents", "prefix", "attention",
+    "attention_shard", "alibi", "relative_bias", "Partial", "merge",
+}  # fmt: skip
+
+
+def run(code, **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={"PATH": "", **environment}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_public_surface():
+    modules = {"attention", "bias", "kernel", "kernel_xla", "layout", "mask", "oracle", "plan", "ring"}
+    assert {name for name in vars(sa) if not name.startswith("_")} - modules == PUBLIC - modules
+
+
+def test_import_needs_only_jax_numpy_and_jaxtyping_and_starts_no_backend():
+    code = """
+import json, sys
+import jax, numpy, jaxtyping
+before = set(sys.modules)
+import striped_attention
+from jax._src import xla_bridge
+print(json.dumps([sorted({m.split(".")[0] for m in set(sys.modules) - before}), xla_bridge.backends_are_initialized()]))
+"""
+    added, started = json.loads(run(code))
+    assert set(added) <= {"striped_attention", *sys.stdlib_module_names}
+    assert started is False
+
+
+def test_the_readme_example_runs_word_for_word():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        run(block, XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu")
+
+
+def test_the_demo_checks_itself_and_shows_the_work_of_each_device():
+    text = run("import runpy; runpy.run_path('examples/quickstart.py', run_name='__main__')")
+    assert "equals the oracle" in text
+    for layout in ("contiguous", "striped", "zigzag"):
+        assert layout in text

@@ -1,0 +1,125 @@
+"""Every position scheme in use: a model in layout order, fed by layout positions, equals the model in text order."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import striped_attention as sa
+from striped_attention.oracle import dense_attention
+from tests.compare import mesh_of
+
+LENGTH, HEADS, DIM, DEVICES = 70, 4, 16, 4
+RNG = np.random.default_rng(0)
+EMBEDDED = jnp.asarray(RNG.standard_normal((2, LENGTH, HEADS * DIM)), jnp.float32)
+WEIGHTS = jnp.asarray(RNG.standard_normal((3, HEADS * DIM, HEADS * DIM)) / 8, jnp.float32)
+LEARNED = jnp.asarray(RNG.standard_normal((400, HEADS * DIM)), jnp.float32)
+SLOPES = jnp.asarray(2.0 ** -np.arange(1, HEADS + 1), jnp.float32)
+TABLE = jnp.asarray(RNG.standard_normal((32, HEADS)), jnp.float32)
+
+
+def rotary(x, positions):
+    """Rotate pairs of channels; angles in float32 from whole positions (bfloat16 would round 257 to 256)."""
+    frequency = 10000.0 ** (-jnp.arange(0, DIM, 2, dtype=jnp.float32) / DIM)
+    angle = (positions.astype(jnp.float32)[:, None] * frequency)[None, :, None, :]
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], axis=-1)
+    return turned.astype(x.dtype)
+
+
+def sinusoidal(positions):
+    frequency = 10000.0 ** (-jnp.arange(0, HEADS * DIM, 2, dtype=jnp.float32) / (HEADS * DIM))
+    angle = positions.astype(jnp.float32)[:, None] * frequency
+    return jnp.concatenate([jnp.sin(angle), jnp.cos(angle)], axis=-1)
+
+
+SCHEMES = ["rotary", "learned", "sinusoidal", "alibi", "t5"]
+
+
+def model(scheme, attend, x, positions):
+    """One attention layer whose positions come from `positions`, whatever order x is in."""
+    if scheme == "learned":
+        x = x + LEARNED[positions].astype(x.dtype)
+    if scheme == "sinusoidal":
+        x = x + sinusoidal(positions).astype(x.dtype)
+    q, k, v = ((x @ w.astype(x.dtype)).reshape(*x.shape[:2], HEADS, DIM) for w in WEIGHTS)
+    if scheme == "rotary":
+        q, k = rotary(q, positions), rotary(k, positions)
+    bias = {"alibi": sa.alibi(SLOPES), "t5": sa.relative_bias(TABLE)}.get(scheme)
+    return attend(q, k, v, bias=bias)
+
+
+@pytest.mark.parametrize("layout", [sa.striped(), sa.zigzag()], ids=repr)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_permuted_model_equals_the_unpermuted_one(scheme, layout):
+    def permuted(x):
+        x = layout.permute(x, DEVICES, axis=1)
+        positions = jnp.asarray(layout.order(x.shape[1], DEVICES))
+        attend = functools.partial(
+            sa.attention, mesh=mesh_of(DEVICES), axis_name="sequence", layout=layout, mask=sa.causal(), length=LENGTH
+        )
+        return layout.restore(model(scheme, attend, x, positions), DEVICES, axis=1, length=LENGTH)
+
+    def plain(x):
+        attend = functools.partial(dense_attention, visible=sa.causal().dense(LENGTH))
+        return model(scheme, attend, x, jnp.arange(LENGTH))
+
+    assert_same(permuted, plain, EMBEDDED)
+
+
+def assert_same(permuted, plain, x):
+    out, pull = jax.vjp(jax.jit(permuted), x)
+    wanted, wanted_pull = jax.vjp(jax.jit(plain), x)
+    np.testing.assert_allclose(out, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
+    (grad,), (wanted_grad,) = pull(out), wanted_pull(wanted)
+    np.testing.assert_allclose(grad, wanted_grad, atol=2e-5 * float(jnp.abs(wanted_grad).max()))
+
+
+def test_positions_inside_shard_map_feed_rotary_embeddings():
+    layout = sa.striped(4)
+    x = layout.permute(EMBEDDED, DEVICES, axis=1)
+
+    def shard(x):
+        positions = layout.positions(jax.lax.axis_index("sequence"), x.shape[1] * DEVICES, DEVICES)
+        attend = functools.partial(
+            sa.attention_shard, axis_name="sequence", layout=layout, mask=sa.causal(), length=LENGTH
+        )
+        return model("rotary", attend, x, positions)
+
+    mesh = jax.make_mesh((DEVICES,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:DEVICES])
+    run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=jax.P(None, "sequence"), out_specs=jax.P(None, "sequence")))
+    attend = functools.partial(dense_attention, visible=sa.causal().dense(LENGTH))
+    wanted = model("rotary", attend, EMBEDDED, jnp.arange(LENGTH))
+    np.testing.assert_allclose(layout.restore(run(x), DEVICES, axis=1, length=LENGTH), wanted, atol=1e-5)
+
+
+def test_rotary_positions_past_256_stay_apart_in_bfloat16():
+    """Neighbouring positions must not fall together; in bfloat16 257 is 256."""
+    positions = sa.striped().positions(0, 2048, 2)
+    assert jnp.asarray(257, jnp.bfloat16) == jnp.asarray(256, jnp.bfloat16)
+    x = jnp.ones((1, len(positions), HEADS, DIM), jnp.bfloat16)
+    turned = rotary(x, jnp.asarray(positions))
+    assert (np.asarray(turned[0, 1:, 0, 0], np.float32) != np.asarray(turned[0, :-1, 0, 0], np.float32)).all()
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_t5_buckets_follow_the_published_formula(bidirectional):
+    """The scalar formula of T5's paper code, in float32, distance by distance."""
+    bias = sa.relative_bias(jnp.arange(32.0)[:, None], bidirectional=bidirectional, max_distance=128)
+    for distance in range(-300, 301):
+        buckets, found = 32, 0
+        if bidirectional:
+            buckets, found = 16, 16 if distance > 0 else 0
+            near = abs(distance)
+        else:
+            near = max(-distance, 0)
+        exact = buckets // 2
+        if near < exact:
+            found += near
+        else:
+            log = np.log(np.float32(near) / np.float32(exact)) / np.float32(np.log(128 / exact))
+            found += min(exact + int(log * np.float32(buckets - exact)), buckets - 1)
+        one_head = jax.tree.map(lambda x: x[0], bias)
+        assert int(one_head.at(jnp.asarray(distance))) == found, distance

@@ -1,0 +1,194 @@
+"""attention and attention_shard compose with jit, grad, checkpoint, scan, other mesh axes and both kinds of mesh axes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import striped_attention as sa
+from striped_attention.oracle import dense_attention
+from tests.compare import Shape, assert_exact, errors, expected, mesh_of, random_segments
+
+SHAPE = Shape(batch=2, length=32, heads=4, kv_heads=2)
+LAYOUT = sa.striped(2)
+
+
+def inputs():
+    arrays = SHAPE.arrays()
+    return tuple(jnp.asarray(arrays[name]) for name in "qkv")
+
+
+def truth(mask):
+    return expected(SHAPE, SHAPE.arrays(), mask.dense(SHAPE.length))
+
+
+def loss_and_grads(attend, layout, devices):
+    """A function from q, k, v in text order to output and gradients, where `attend` works in layout order."""
+    dout = jnp.asarray(SHAPE.arrays()["dout"])
+
+    def run(q, k, v):
+        def text_order(q, k, v):
+            return layout.restore(attend(*(layout.permute(x, devices, axis=1) for x in (q, k, v))), devices, axis=1)
+
+        out, pull = jax.vjp(text_order, q, k, v)
+        return dict(zip(("out", "dq", "dk", "dv"), (out, *pull(dout)), strict=True))
+
+    return run
+
+
+def assert_true(result, mask):
+    found = errors(result, truth(mask))
+    assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("under_set_mesh", [False, True])
+@pytest.mark.parametrize("jit", [False, True])
+def test_both_kinds_of_mesh_axes_with_and_without_jit(axis_type, under_set_mesh, jit):
+    mesh = jax.make_mesh((4,), ("sequence",), axis_types=(axis_type,), devices=jax.devices()[:4])
+    attend = functools.partial(
+        sa.attention, axis_name="sequence", layout=LAYOUT, mask=sa.causal(), mesh=None if under_set_mesh else mesh
+    )
+    run = loss_and_grads(attend, LAYOUT, 4)
+    run = jax.jit(run) if jit else run
+    if under_set_mesh:
+        with jax.set_mesh(mesh):
+            assert_true(run(*inputs()), sa.causal())
+    else:
+        assert_true(run(*inputs()), sa.causal())
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_inputs_that_are_sharded_already_stay_sharded(axis_type):
+    mesh = jax.make_mesh((4,), ("sequence",), axis_types=(axis_type,), devices=jax.devices()[:4])
+    sharding = NamedSharding(mesh, P(None, "sequence"))
+    q, k, v = (jax.device_put(LAYOUT.permute(x, 4, axis=1), sharding) for x in inputs())
+    attend = functools.partial(sa.attention, axis_name="sequence", layout=LAYOUT, mask=sa.causal(), mesh=mesh)
+    out, pull = jax.jit(lambda *x: jax.vjp(attend, *x))(q, k, v)
+    assert out.sharding.is_equivalent_to(sharding, 4)
+    grads = jax.jit(lambda pull, dout: pull(dout))(pull, jax.device_put(out, sharding))
+    assert all(grad.sharding.is_equivalent_to(sharding, 4) for grad in grads)
+    np.testing.assert_allclose(LAYOUT.restore(out, 4, axis=1), truth(sa.causal())["out"], atol=1e-5)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_batch_and_heads_on_other_mesh_axes(axis_type):
+    mesh = jax.make_mesh((2, 2, 2), ("data", "sequence", "model"), axis_types=(axis_type,) * 3)
+    ids = random_segments(np.random.default_rng(0), 2, SHAPE.length, longest=12)
+    shape = Shape(batch=2, length=32, heads=4, kv_heads=2, bias="t5", sinks=True)
+    arrays = {name: jnp.asarray(x) for name, x in shape.arrays().items()}
+    mask = sa.documents(ids)
+
+    @jax.jit
+    def run(arrays):
+        def text_order(arrays):
+            q, k, v = (LAYOUT.permute(arrays[name], 2, axis=1) for name in "qkv")
+            out = sa.attention(
+                q, k, v, mesh=mesh, axis_name="sequence", layout=LAYOUT, mask=mask,
+                spec=P("data", "sequence", "model", None), **shape.options(arrays),
+            )  # fmt: skip
+            return LAYOUT.restore(out, 2, axis=1)
+
+        out, pull = jax.vjp(text_order, {name: x for name, x in arrays.items() if name != "dout"})
+        (grads,) = pull(arrays["dout"])
+        return {"out": out, **{f"d{name}": x for name, x in grads.items()}}
+
+    found = errors(run(arrays), expected(shape, shape.arrays(), mask.dense(shape.length)))
+    assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_attention_shard_inside_shard_map(check_vma):
+    """Documents, a learned bias and sinks enter shard_map replicated or sharded, and get their whole gradient."""
+    devices = 4
+    mesh = jax.make_mesh((devices,), ("sequence",), (AxisType.Auto,), devices=jax.devices()[:devices])
+    shape = Shape(batch=2, length=32, heads=4, kv_heads=2, bias="alibi", sinks=True)
+    arrays = {name: jnp.asarray(x) for name, x in shape.arrays().items()}
+    mask = sa.documents(random_segments(np.random.default_rng(0), 2, shape.length, longest=12), causal=False)
+
+    def shard(q, k, v, mask, bias, sinks):
+        return sa.attention_shard(
+            q, k, v, axis_name="sequence", layout=LAYOUT, mask=mask, bias=sa.alibi(bias), sinks=sinks
+        )
+
+    sequence = P(None, "sequence")
+    attend = jax.shard_map(
+        shard, mesh=mesh, in_specs=(sequence, sequence, sequence, sequence, P(), P()), out_specs=sequence, check_vma=check_vma
+    )
+
+    @jax.jit
+    def run(arrays):
+        def text_order(q, k, v, bias, sinks):
+            q, k, v = (LAYOUT.permute(x, devices, axis=1) for x in (q, k, v))
+            return LAYOUT.restore(attend(q, k, v, mask.permute(LAYOUT, devices), bias, sinks), devices, axis=1)
+
+        names = ("q", "k", "v", "bias", "sinks")
+        out, pull = jax.vjp(text_order, *(arrays[name] for name in names))
+        return {"out": out, **{f"d{name}": x for name, x in zip(names, pull(arrays["dout"]), strict=True)}}
+
+    found = errors(run(arrays), expected(shape, shape.arrays(), mask.dense(shape.length)))
+    assert max(found.values()) < 1e-5, found
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_scan_over_layers_and_checkpoint(remat):
+    devices, layers = 4, 3
+    mask = sa.sliding_window(10)
+    weights = jnp.asarray(np.random.default_rng(0).standard_normal((layers, 8, 8)) / 3, jnp.float32)
+    x = inputs()[0]
+
+    def model(attend, x, weights):
+        def layer(x, w):
+            y = x @ w
+            return x + attend(y, y, x), None
+
+        return jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, weights)[0]
+
+    def on_mesh(x, weights):
+        attend = functools.partial(
+            sa.attention, mesh=mesh_of(devices), axis_name="sequence", layout=LAYOUT, mask=mask, tile=(4, 4)
+        )
+        return LAYOUT.restore(model(attend, LAYOUT.permute(x, devices, axis=1), weights), devices, axis=1)
+
+    def dense(x, weights):
+        return model(lambda q, k, v: dense_attention(q, k, v, mask.dense(SHAPE.length)), x, weights)
+
+    found = jax.jit(jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(on_mesh(*a))), argnums=(0, 1)))(x, weights)
+    with jax.enable_x64(True):
+        wide = (jnp.asarray(np.asarray(a, np.float64)) for a in (x, weights))
+        wanted = jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(dense(*a))), argnums=(0, 1))(*wide)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
+
+
+def test_segment_ids_may_be_traced():
+    """A mask made inside jit, from a batch of data, compiles once and serves every batch."""
+    devices = 4
+
+    @jax.jit
+    def run(q, k, v, ids):
+        q, k, v = (LAYOUT.permute(x, devices, axis=1) for x in (q, k, v))
+        out = sa.attention(q, k, v, mesh=mesh_of(devices), axis_name="sequence", layout=LAYOUT, mask=sa.documents(ids))
+        return LAYOUT.restore(out, devices, axis=1)
+
+    for seed in range(2):
+        ids = random_segments(np.random.default_rng(seed), 2, SHAPE.length, longest=12)
+        np.testing.assert_allclose(run(*inputs(), ids), truth(sa.documents(ids))["out"], atol=1e-5)
+    assert run._cache_size() == 1
+
+
+def test_float64_inputs_are_computed_in_float64():
+    with jax.enable_x64(True):
+        q, k, v = (jnp.asarray(np.asarray(x, np.float64)) for x in inputs())
+        out = sa.attention(q, k, v, mesh=mesh_of(2), axis_name="sequence", layout=sa.contiguous(), mask=sa.causal())
+        assert out.dtype == jnp.float64
+        np.testing.assert_allclose(out, dense_attention(q, k, v, sa.causal().dense(32)), atol=1e-14)
+
+
+def test_64_bit_mode_changes_nothing_for_float32():
+    with jax.enable_x64(True):
+        assert_exact(Shape(length=29, bias="t5", sinks=True), 3, sa.zigzag(), sa.prefix(6))
