@@ -1,6 +1,6 @@
 """Striped Attention in one screen: run it on 8 virtual CPU devices, check it, and see why stripes are fair.
 
-    python examples/quickstart.py
+python examples/quickstart.py
 """
 
 import jax

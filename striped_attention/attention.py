@@ -80,7 +80,9 @@ def attention(
     length = _check_length(query.shape[1], length, mask, layout, devices)
     _check_batch(mask, query.shape[0])
     tile = _check_options(scale, softcap, kernel, tile)
-    options = dict(axis_name=axis_name, layout=layout, scale=scale, softcap=softcap, kernel=kernel, tile=tile, length=length)
+    options = dict(
+        axis_name=axis_name, layout=layout, scale=scale, softcap=softcap, kernel=kernel, tile=tile, length=length
+    )
     return _on_mesh(
         *(query, key, value, mask.permute(layout, devices), bias, sinks),
         mesh=_mesh_for(mesh, query, key, value),
@@ -147,9 +149,18 @@ def _on_mesh(
 ) -> Array:
     batch, sequence, heads, _ = spec
     whole_batch = mask.lo is None or mask.lo.shape[0] == query.shape[0]
-    specs = (spec, spec, spec, PartitionSpec(batch if whole_batch else None, sequence), PartitionSpec(heads), PartitionSpec(heads))
+    specs = (
+        spec,
+        spec,
+        spec,
+        PartitionSpec(batch if whole_batch else None, sequence),
+        PartitionSpec(heads),
+        PartitionSpec(heads),
+    )
     inputs = (query, key, value, mask, bias, sinks)
-    inputs = tuple(jax.tree.map(lambda leaf, s=s: _reshard(leaf, mesh, s), x) for x, s in zip(inputs, specs, strict=True))
+    inputs = tuple(
+        jax.tree.map(lambda leaf, s=s: _reshard(leaf, mesh, s), x) for x, s in zip(inputs, specs, strict=True)
+    )
 
     def shard(query: Array, key: Array, value: Array, mask: Mask, bias: Any, sinks: Any) -> Array:
         return attention_shard(query, key, value, mask=mask, bias=bias, sinks=sinks, **dict(options))
@@ -167,8 +178,8 @@ def _ambient_mesh() -> AbstractMesh:
 def _mesh_for(mesh: Any, *arrays: Array) -> Any:
     """The mesh with the axis types that fit the caller.
 
-    `jax.make_mesh` makes explicit axes, whose shardings are part of an array's type. Callers who do not use such types (no
-    jax.set_mesh, plain arrays) get automatic axes, with which results behave like any other array.
+    `jax.make_mesh` makes explicit axes, whose shardings are part of an array's type. Callers who do not use such types
+    (no jax.set_mesh, plain arrays) get automatic axes, with which results behave like any other array.
     """
     ambient = jax.sharding.get_abstract_mesh()
     if not ambient.empty and ambient.axis_names == mesh.axis_names:
@@ -198,7 +209,7 @@ def _kernel(name: str) -> Kernel:
 def _check_spec(spec: PartitionSpec, axis_name: str, mesh: Any, query: Array, key: Array) -> None:
     if len(spec) != 4 or spec[1] != axis_name or spec[3] is not None:
         raise ValueError(
-            f"spec must say how [batch, length, heads, dim] are sharded, with the length over {axis_name!r} and dim over "
+            f"spec must say how [batch, length, heads, dim] are sharded, the length over {axis_name!r} and dim over "
             f"nothing, like P(None, {axis_name!r}, None, None); got {spec}."
         )
     for what, size, entry in (("batch", query.shape[0], spec[0]), ("key heads", key.shape[2], spec[2])):
@@ -239,7 +250,9 @@ def _check_arrays(query: Array, key: Array, value: Array, bias: Bias | None, sin
     if bias is not None and bias.heads != heads:
         raise ValueError(f"The bias must have one entry per query head, {heads}; got {bias.heads}.")
     if sinks is not None and (sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
-        raise ValueError(f"sinks must be floating point of shape ({heads},), one a head; got {sinks.dtype}{sinks.shape}.")
+        raise ValueError(
+            f"sinks must be floating point of shape ({heads},), one a head; got {sinks.dtype}{sinks.shape}."
+        )
 
 
 def _check_length(padded_length: int, length: int | None, mask: Any, layout: Any, devices: int) -> int:
@@ -255,7 +268,8 @@ def _check_length(padded_length: int, length: int | None, mask: Any, layout: Any
     length = (mask.length or padded_length) if length is None else length
     if not 1 <= length <= padded_length:
         raise ValueError(
-            f"length, the number of real tokens, must be between 1 and the arrays' length {padded_length}; got {length}."
+            f"length, the number of real tokens, must be between 1 and the arrays' length {padded_length}; "
+            f"got {length}."
         )
     mask.check_length(length)
     return length

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 class Bias:
     """Made by `alibi` or `relative_bias`. The first dimension of every array is the heads, so that heads can be split.
 
-    `slopes` is [heads]; `values` is [heads, 2m + 1], the bias at the distances -m … m, and beyond that at the nearest end.
+    `slopes` is [heads]; `values` is [heads, 2m + 1], the bias at distances -m … m, and beyond at the nearer end.
     """
 
     slopes: Any = None
@@ -45,7 +45,9 @@ def alibi(slopes: Float[Array | np.ndarray, " heads"]) -> Bias:
     """ALiBi: a penalty that grows with distance, one slope a head. The slopes may be learned."""
     slopes = jnp.asarray(slopes)
     if slopes.ndim != 1 or not jnp.issubdtype(slopes.dtype, jnp.floating):
-        raise ValueError(f"alibi needs one floating-point slope a head, shape [heads]; got {slopes.dtype}{slopes.shape}.")
+        raise ValueError(
+            f"alibi needs one floating-point slope a head, shape [heads]; got {slopes.dtype}{slopes.shape}."
+        )
     return Bias(slopes=slopes)
 
 
@@ -68,7 +70,9 @@ def relative_bias(
         )
     exact = table.shape[0] // (4 if bidirectional else 2)
     if max_distance <= exact:
-        raise ValueError(f"max_distance must be larger than the {exact} distances with their own bucket; got {max_distance}.")
+        raise ValueError(
+            f"max_distance must be larger than the {exact} distances with their own bucket; got {max_distance}."
+        )
     buckets = _t5_buckets(np.arange(-max_distance, max_distance + 1), table.shape[0], bidirectional, max_distance)
     return Bias(values=table[buckets].T)
 

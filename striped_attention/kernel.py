@@ -9,15 +9,16 @@ integer vectors, `start` and `end`: query row i sees the key slots `[start[i], e
 * q is [batch, queries, heads, dim]; k and v are [batch, keys, kv_heads, dim] and heads are never repeated in memory.
 * `out` is normalised over the block's own keys; `lse` is the log of the sum of exponentials of their scores. Both are
   float32 whatever the inputs are (float64 for float64). A row that sees no key gives out = 0 and lse = -inf.
-* `attend_grad` is given the `out` and `lse` of the *whole* row, all blocks merged, so that exp(score - lse) are the final
-  probabilities. It returns float32 gradients (the caller adds them up over blocks); a row without keys adds nothing.
+* `attend_grad` is given the `out` and `lse` of the *whole* row, all blocks merged, so that exp(score - lse) is the final
+  probability. It returns float32 gradients (the caller adds them up over blocks); a row without keys adds nothing.
 * `unsupported(...)` says in a sentence what a kernel cannot do, or None. Nobody ignores an option.
 
 Because the ranges are monotone, a row of tiles needs exactly the key tiles between the start of its first row and the
-end of its last row: `tile_spans`. Kernels run these tiles and no others, and the plan counts them with the same function.
+end of its last row: `tile_spans`. Kernels run these tiles and no others; the plan counts them with the same function.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -73,11 +74,10 @@ class Block:
 class Kernel(Protocol):
     """The module of a kernel has these three functions."""
 
-    def attend(self, q: Any, k: Any, v: Any, block: Block) -> Partial: ...
+    attend: Callable[..., Partial]
+    attend_grad: Callable[..., tuple[Array, Array, Array, Bias | None]]
 
-    def attend_grad(self, q: Any, k: Any, v: Any, block: Block, out: Any, lse: Any, dout: Any) -> Any: ...
-
-    def unsupported(self, *, dtype: Any, softcap: float | None, bias: Bias | None, mask: Any, layout: Any) -> str | None: ...
+    unsupported: Callable[..., str | None]
 
 
 class Spans(NamedTuple):

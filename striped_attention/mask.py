@@ -93,7 +93,7 @@ class Mask:
         return dataclasses.replace(self, lo=lo, hi=hi, placed=(layout, devices))
 
     def dense(self, length: int) -> Bool[np.ndarray, "*rows length length"]:
-        """The whole picture, True where a query (row) may see a key (column): for documentation, tests and small texts."""
+        """The whole picture, True where a query (row) may see a key (column): for docs, tests and small texts."""
         if self.placed is not None:
             raise ValueError("dense() draws a mask in text order; this one was permuted. Draw it before mask.permute.")
         self.check_length(length)
@@ -106,8 +106,8 @@ class Mask:
         """Raise unless this mask can serve a text of `length` tokens."""
         if self.length is not None and self.length != length:
             raise ValueError(
-                f"The mask was made for a text of {self.length} tokens (the width of its segment ids), but the text has "
-                f"{length}. Make the mask from segment ids of the same length, or pass length={self.length}."
+                f"The mask was made for a text of {self.length} tokens (the width of its segment ids), but the text "
+                f"has {length}. Make the mask from segment ids of the same length, or pass length={self.length}."
             )
 
     def without_arrays(self) -> "Mask":
@@ -115,9 +115,7 @@ class Mask:
         return Mask(window=self.window, prefix=self.prefix)
 
 
-jax.tree_util.register_dataclass(
-    Mask, data_fields=["lo", "hi"], meta_fields=["window", "prefix", "length", "placed"]
-)
+jax.tree_util.register_dataclass(Mask, data_fields=["lo", "hi"], meta_fields=["window", "prefix", "length", "placed"])
 
 
 def full() -> Mask:

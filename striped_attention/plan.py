@@ -3,10 +3,10 @@
 The counts come from the functions that the ring and the kernels use themselves, on NumPy, without any device.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Int
 
@@ -47,8 +47,7 @@ def _blocks(layout: Layout, mask: Mask, length: int, devices: int) -> Iterator[t
     slots = padded // devices
     for device in range(devices):
         held = slice(device * slots, (device + 1) * slots)
-        lo, hi = (x if x is None else np.asarray(x)[:, held] for x in (mask.lo, mask.hi))
-        part = dataclasses.replace(mask, lo=lo, hi=hi)
+        part = jax.tree.map(lambda x, held=held: np.asarray(x)[:, held], mask)
         lo, hi = part.bounds(layout.positions(device, padded, devices), length)
         for step in range(devices):
             there = (device - step) % devices

@@ -1,14 +1,14 @@
 """Ring: who meets whom, and when.
 
 Every device keeps its queries. Keys and values travel round the ring; after j hops a device holds those of the device j
-places before it. N devices need N - 1 hops, fewer where the mask shows, before anything runs, that nobody needs a block.
+places before it. N devices need N - 1 hops, and fewer where the mask shows while tracing that nobody needs a block.
 
 A step first sends what it holds, then computes on it: the transfer does not wait for the arithmetic nor the arithmetic
 for the transfer, so the compiler can run both at once. Partial results are joined by `merge`.
 
-    forward    hold kv ──send──►            backward   hold kv ──send──►          the sum of dk, dv travels one step behind
-               attend(q, kv)                           attend_grad(q, kv)         k, v: it arrives while this device computes
-               merge into the result                   add to what arrives        its own share of it, which is then added
+    forward    send kv on                   backward   send kv on; the sum of dk, dv is on its way here
+               attend(q, kv)                           attend_grad(q, kv)
+               merge into the result                   add to the sum that arrived
 
 The device's own block comes first, and its dk and dv stay at home until the travelling rest arrives at the very end. So
 the travelling sums make N - 1 hops too. They are float32; k and v travel in their own dtype, key heads only.
@@ -58,9 +58,7 @@ class Ring:
 
         def block(offset: Any) -> Block:
             there = (here - offset) % self.devices
-            count = functools.partial(
-                self.layout.count_before, there, length=self.padded_length, devices=self.devices
-            )
+            count = functools.partial(self.layout.count_before, there, length=self.padded_length, devices=self.devices)
             return Block(count(lo), count(hi), positions, place(there), bias, self.scale, self.softcap, self.tile)
 
         return block
@@ -159,15 +157,15 @@ def _backward(ring: Ring, residuals: Any, dout: Array) -> Any:
         more_stay, more_travel = grads(kv, offset)
         return sent, _add(stay, more_stay), _add(arrived, more_travel)
 
+    def loop(carry: Any, offset: Any, run: _Run) -> Any:
+        return step(*carry, offset, run.places, run.came), None
+
     hops = [*(b - a for a, b in itertools.pairwise(offsets)), None]
     kv, stay, home = step((k, v), None, None, 0, hops[0], None)
     if len(offsets) > 1:  # the first foreign block, with which a sum starts to travel
         kv, stay, travel = step(kv, stay, None, offsets[1], hops[1], None)
         for run in _runs(offsets[2:], came=hops[1]):
-            turn = functools.partial(step, places=run.places, came=run.came)
-            (kv, stay, travel), _ = lax.scan(
-                lambda carry, offset, turn=turn: (turn(*carry, offset), None), (kv, stay, travel), run.offsets
-            )
+            (kv, stay, travel), _ = lax.scan(functools.partial(loop, run=run), (kv, stay, travel), run.offsets)
         if len(offsets) > 2:
             _, stay, travel = step(kv, stay, travel, offsets[-1], None, hops[-2])
         home = _add(home, ring.send(travel, ring.devices - offsets[-1]))

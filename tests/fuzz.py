@@ -1,4 +1,4 @@
-"""Random attention against the oracle, for as long as one likes: `make fuzz CASES=10000`, or python -m tests.fuzz --help.
+"""Random attention against the oracle, for as long as one likes: `make fuzz CASES=10000`.
 
 A *program* is what gets compiled: shape, options, dtype, layout, devices, tile. Compiling takes seconds, running takes
 milliseconds; so each program serves many cases, which differ in data and in their masks (arbitrary monotone ranges).

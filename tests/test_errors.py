@@ -15,23 +15,38 @@ from tests.compare import mesh_of
 def call(q=(1, 16, 4, 8), k=None, v=None, dtypes=("float32",) * 3, devices=4, **options):
     k = (*q[:2], 2, *q[3:]) if k is None else k
     arrays = [jnp.ones(shape, dtype) for shape, dtype in zip((q, k, v or k), dtypes, strict=True)]
-    options = {"mesh": mesh_of(devices), "axis_name": "sequence", "layout": sa.striped(), "mask": sa.causal(), **options}
+    options = {
+        "mesh": mesh_of(devices),
+        "axis_name": "sequence",
+        "layout": sa.striped(),
+        "mask": sa.causal(),
+        **options,
+    }
     return sa.attention(*arrays, **options)
 
 
 IDS = np.zeros((1, 16), int)
 
 BAD_CALLS = {
-    "query is not [batch, length, heads, dim]": ({"q": (16, 4, 8)}, r"must be \[batch, length, heads, dim\]; got query \(16"),
+    "query is not [batch, length, heads, dim]": (
+        {"q": (16, 4, 8)},
+        r"must be \[batch, length, heads, dim\]; got query \(16",
+    ),
     "key and value differ": ({"v": (1, 16, 1, 8)}, r"key and value must have one shape; got .*value \(1, 16, 1, 8\)"),
     "lengths differ": ({"k": (1, 12, 2, 8)}, r"same batch and length; got query \(1, 16, 4, 8\), key \(1, 12"),
     "batches differ": ({"k": (2, 16, 2, 8)}, r"same batch and length"),
     "dims differ": ({"k": (1, 16, 2, 4)}, r"same dim"),
     "nothing in it": ({"q": (0, 16, 4, 8)}, r"must not be empty"),
     "heads do not divide": ({"k": (1, 16, 3, 8)}, r"multiple of the number of key heads; got 4 and 3"),
-    "dtypes differ": ({"dtypes": ("float32", "bfloat16", "float32")}, r"one dtype .*got float32, bfloat16, float32.*astype"),
+    "dtypes differ": (
+        {"dtypes": ("float32", "bfloat16", "float32")},
+        r"one dtype .*got float32, bfloat16, float32.*astype",
+    ),
     "integers": ({"dtypes": ("int32",) * 3}, r"one dtype out of float32, bfloat16, .*got int32"),
-    "an axis the mesh lacks": ({"axis_name": "seq"}, r"must be an axis of the mesh; got 'seq', and the mesh has \('sequence',\)"),
+    "an axis the mesh lacks": (
+        {"axis_name": "seq"},
+        r"must be an axis of the mesh; got 'seq', and the mesh has \('sequence',\)",
+    ),
     "a length that does not divide": ({"q": (1, 18, 4, 8)}, r"multiple of 4; got 18. Pad it to 20: layout.permute"),
     "zigzag without an even split": (
         {"q": (1, 12, 4, 8), "layout": sa.zigzag()},
@@ -39,10 +54,16 @@ BAD_CALLS = {
     ),
     "more tokens than slots": ({"length": 17}, r"between 1 and the arrays' length 16; got 17"),
     "no tokens": ({"length": 0}, r"between 1 and the arrays' length 16; got 0"),
-    "a mask for another length": ({"mask": sa.documents(IDS[:, :9]), "length": 16}, r"made for a text of 9 tokens.*has 16"),
+    "a mask for another length": (
+        {"mask": sa.documents(IDS[:, :9]), "length": 16},
+        r"made for a text of 9 tokens.*has 16",
+    ),
     "a mask longer than the text": ({"mask": sa.documents(np.zeros((1, 20), int))}, r"between 1 and .*16; got 20"),
     "a mask for another batch": ({"mask": sa.documents(np.zeros((3, 16), int))}, r"each of the 1 sequences.*got 3"),
-    "a mask for another layout": ({"mask": sa.documents(IDS).permute(sa.zigzag(), 4)}, r"already in the order of zigzag\(\)"),
+    "a mask for another layout": (
+        {"mask": sa.documents(IDS).permute(sa.zigzag(), 4)},
+        r"already in the order of zigzag\(\)",
+    ),
     "a boolean mask": ({"mask": np.ones((16, 16), bool)}, r"mask must be made by causal\(\).*got ndarray"),
     "a layout's name": ({"layout": "striped"}, r"layout must be striped\(\), .*got 'striped'"),
     "an unknown kernel": ({"kernel": "fast"}, r"kernel must be one of \['auto', 'xla'\]; got 'fast'"),
@@ -54,7 +75,10 @@ BAD_CALLS = {
     "a bias for other heads": ({"bias": sa.alibi(np.ones(3, np.float32))}, r"one entry per query head, 4; got 3"),
     "a spec of the wrong order": ({"spec": P("sequence", None, None, None)}, r"spec must say .*'sequence'.*got"),
     "a spec of three": ({"spec": P(None, "sequence", None)}, r"spec must say how \[batch, length, heads, dim\]"),
-    "a spec with an unknown axis": ({"spec": P("data", "sequence", None, None)}, r"names the axis 'data', but the mesh has"),
+    "a spec with an unknown axis": (
+        {"spec": P("data", "sequence", None, None)},
+        r"names the axis 'data', but the mesh has",
+    ),
     "no mesh": ({"mesh": None}, r"needs a mesh: pass mesh=…, or .*jax.set_mesh"),
 }
 
@@ -73,8 +97,14 @@ def test_heads_that_the_mesh_does_not_divide():
 
 
 BAD_PARTS = {
-    "segment ids that are not runs": (lambda: sa.documents(np.array([[0, 1, 0]])), r"row 0 id 0 appears in 2 separate runs"),
-    "segment ids without a batch": (lambda: sa.documents(np.zeros(4, int)), r"shape \[batch, length\]; got int64\(4,\).*\[None"),
+    "segment ids that are not runs": (
+        lambda: sa.documents(np.array([[0, 1, 0]])),
+        r"row 0 id 0 appears in 2 separate runs",
+    ),
+    "segment ids without a batch": (
+        lambda: sa.documents(np.zeros(4, int)),
+        r"shape \[batch, length\]; got int64\(4,\).*\[None",
+    ),
     "segment ids that are floats": (lambda: sa.documents(np.zeros((1, 4))), r"must be whole numbers .*float64"),
     "a window of 0": (lambda: sa.sliding_window(0), r"at least 1; got 0"),
     "a negative prefix": (lambda: sa.prefix(-1), r"at least 0; got -1"),
@@ -82,17 +112,35 @@ BAD_PARTS = {
     "a stripe of half a token": (lambda: sa.striped(0.5), r"stripe must be a whole number.*got 0.5"),
     "no devices": (lambda: sa.striped().order(8, 0), r"devices must be .*got 0"),
     "no length": (lambda: sa.striped().order(0, 1), r"length must be .*got 0"),
-    "positions past int32": (lambda: sa.striped().positions(0, 2**31, 8), r"int32.*at most 2147483647.*got length 2147483648"),
+    "positions past int32": (
+        lambda: sa.striped().positions(0, 2**31, 8),
+        r"int32.*at most 2147483647.*got length 2147483648",
+    ),
     "padding past int32": (lambda: sa.striped().padded_length(2**31 - 1, 8), r"int32"),
     "a length that does not divide": (lambda: sa.contiguous().order(10, 4), r"multiple of 4; got 10. Pad it to 12"),
-    "restore to more than there is": (lambda: sa.striped().restore(np.zeros(8), 4, 0, length=9), r"between 1 and .*8; got 9"),
+    "restore to more than there is": (
+        lambda: sa.striped().restore(np.zeros(8), 4, 0, length=9),
+        r"between 1 and .*8; got 9",
+    ),
     "an axis that is not there": (lambda: sa.striped().permute(np.zeros(8), 4, 1), r"1 dimensions; got axis=1"),
     "a dense picture of another length": (lambda: sa.documents(IDS).dense(8), r"made for a text of 16 tokens.*has 8"),
-    "a dense picture in layout order": (lambda: sa.documents(IDS).permute(sa.striped(), 4).dense(16), r"before mask.permute"),
-    "masks of two lengths": (lambda: sa.documents(IDS) & sa.documents(IDS[:, :8]), r"one length and one layout; got lengths 16 and 8"),
-    "slopes of two dimensions": (lambda: sa.alibi(np.ones((2, 2), np.float32)), r"shape \[heads\]; got float32\(2, 2\)"),
+    "a dense picture in layout order": (
+        lambda: sa.documents(IDS).permute(sa.striped(), 4).dense(16),
+        r"before mask.permute",
+    ),
+    "masks of two lengths": (
+        lambda: sa.documents(IDS) & sa.documents(IDS[:, :8]),
+        r"one length and one layout; got lengths 16 and 8",
+    ),
+    "slopes of two dimensions": (
+        lambda: sa.alibi(np.ones((2, 2), np.float32)),
+        r"shape \[heads\]; got float32\(2, 2\)",
+    ),
     "a flat table": (lambda: sa.relative_bias(np.ones(8, np.float32)), r"\[buckets, heads\].*got float32\(8,\)"),
-    "a short reach": (lambda: sa.relative_bias(np.ones((32, 2), np.float32), max_distance=9), r"larger than the 16 .*got 9"),
+    "a short reach": (
+        lambda: sa.relative_bias(np.ones((32, 2), np.float32), max_distance=9),
+        r"larger than the 16 .*got 9",
+    ),
 }
 
 
@@ -103,10 +151,13 @@ def test_parts_refuse(name):
         make()
 
 
-def shard_call(mask, axis_name="sequence", mask_spec=P(None, "sequence"), layout=sa.striped()):
+SEQUENCE = P(None, "sequence")
+
+
+def shard_call(mask, axis_name="sequence", mask_spec=SEQUENCE):
     x = jnp.ones((1, 16, 2, 8))
     attend = jax.shard_map(
-        lambda x, mask: sa.attention_shard(x, x, x, axis_name=axis_name, layout=layout, mask=mask),
+        lambda x, mask: sa.attention_shard(x, x, x, axis_name=axis_name, layout=sa.striped(), mask=mask),
         mesh=jax.make_mesh((4,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4]),
         in_specs=(P(None, "sequence"), mask_spec), out_specs=P(None, "sequence"),
     )  # fmt: skip

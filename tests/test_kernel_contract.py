@@ -12,7 +12,12 @@ from striped_attention.oracle import dense_partial
 from tests.compare import FLOAT32_TOLERANCE, SMALLEST_SCALE
 
 # batch, queries, keys, heads, kv_heads, dim, tile
-SHAPES = [(2, 24, 24, 4, 2, 8, (8, 4)), (1, 37, 23, 6, 2, 16, (8, 8)), (1, 5, 70, 4, 1, 8, None), (2, 64, 16, 2, 2, 4, (64, 16))]
+SHAPES = [
+    (2, 24, 24, 4, 2, 8, (8, 4)),
+    (1, 37, 23, 6, 2, 16, (8, 8)),
+    (1, 5, 70, 4, 1, 8, None),
+    (2, 64, 16, 2, 2, 4, (64, 16)),
+]
 OPTIONS = {
     "softcap": {"softcap": 2.0, "scale": 0.7},
     "alibi": {"bias": lambda x: sa.alibi(abs(x[:, 0]) / 16)},
@@ -146,7 +151,10 @@ def test_blocks_merge_to_the_whole_and_gradients_add_up(kernel):
 def test_merge_is_associative_and_has_an_identity():
     rng = np.random.default_rng(0)
     partials = [
-        Partial(jnp.asarray(rng.standard_normal((1, 6, 2, 4)), jnp.float32), jnp.asarray(rng.normal(0, 30, (1, 6, 2)), jnp.float32))
+        Partial(
+            jnp.asarray(rng.standard_normal((1, 6, 2, 4)), jnp.float32),
+            jnp.asarray(rng.normal(0, 30, (1, 6, 2)), jnp.float32),
+        )
         for _ in range(3)
     ]
     identity = Partial(jnp.zeros((1, 6, 2, 4)), jnp.full((1, 6, 2), -jnp.inf))

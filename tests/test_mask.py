@@ -26,7 +26,12 @@ def test_dense_pictures():
 
 def test_small_pictures_of_the_docstring():
     assert sa.causal().dense(4).astype(int).tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
-    assert sa.sliding_window(2).dense(4).astype(int).tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    assert sa.sliding_window(2).dense(4).astype(int).tolist() == [
+        [1, 0, 0, 0],
+        [1, 1, 0, 0],
+        [0, 1, 1, 0],
+        [0, 0, 1, 1],
+    ]
 
 
 MASKS = {

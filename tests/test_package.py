@@ -17,7 +17,12 @@ PUBLIC = {
 
 def run(code, **environment):
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={"PATH": "", **environment}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={"PATH": "", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -25,7 +25,9 @@ def rotary(x, positions):
     frequency = 10000.0 ** (-jnp.arange(0, DIM, 2, dtype=jnp.float32) / DIM)
     angle = (positions.astype(jnp.float32)[:, None] * frequency)[None, :, None, :]
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], axis=-1)
+    turned = jnp.concatenate(
+        [a * jnp.cos(angle) - b * jnp.sin(angle), a * jnp.sin(angle) + b * jnp.cos(angle)], axis=-1
+    )
     return turned.astype(x.dtype)
 
 

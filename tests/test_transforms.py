@@ -1,4 +1,4 @@
-"""attention and attention_shard compose with jit, grad, checkpoint, scan, other mesh axes and both kinds of mesh axes."""
+"""Both entries compose with jit, grad, checkpoint, scan, other mesh axes, and both kinds of mesh axes."""
 
 import functools
 
@@ -117,7 +117,11 @@ def test_attention_shard_inside_shard_map(check_vma):
 
     sequence = P(None, "sequence")
     attend = jax.shard_map(
-        shard, mesh=mesh, in_specs=(sequence, sequence, sequence, sequence, P(), P()), out_specs=sequence, check_vma=check_vma
+        shard,
+        mesh=mesh,
+        in_specs=(sequence, sequence, sequence, sequence, P(), P()),
+        out_specs=sequence,
+        check_vma=check_vma,
     )
 
     @jax.jit

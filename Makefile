@@ -1,0 +1,54 @@
+# Everything a newcomer needs: `make demo` and `make test` set up .venv by themselves.
+PYTHON ?= python3
+JAX ?= jax
+CASES ?= 1000
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: help setup demo test lint fuzz bench clean
+
+help:
+	@echo "make demo    run Striped Attention on 8 virtual devices, check it, show each device's work"
+	@echo "make test    lint, check types, run all tests          (PYTHON=python3.12, JAX=jax==0.11.2 choose versions)"
+	@echo "make fuzz    random cases against the oracle           (CASES=10000)"
+	@echo "make bench   compare with other libraries on this CPU  (installs the extra 'peers', with torch)"
+	@echo "make setup   only create $(VENV) and install           (make clean removes it)"
+
+setup: $(VENV)/ready
+
+# Made anew when the dependencies, the interpreter or the version of JAX change.
+WANTED := $(shell $(PYTHON) -c "import sys; print(sys.version.split()[0])") $(JAX)
+ifneq ($(WANTED),$(shell cat $(VENV)/wanted 2>/dev/null))
+.PHONY: $(VENV)/ready
+endif
+
+$(VENV)/ready: pyproject.toml
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
+	    { echo "striped_attention needs Python 3.11 or newer, but $(PYTHON) is $(firstword $(WANTED))." \
+	           "Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check "$(JAX)" -e ".[test,lint]"
+	@echo "$(WANTED)" > $(VENV)/wanted
+	@touch $@
+
+demo: setup
+	$(RUN) examples/quickstart.py
+
+test: setup lint
+	$(RUN) -m pytest
+
+lint: setup
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+fuzz: setup
+	$(RUN) -m tests.fuzz --cases $(CASES)
+
+bench: setup
+	$(RUN) -m pip install --quiet --disable-pip-version-check -e ".[peers]"
+	$(RUN) benchmarks/cpu_peers.py
+	$(RUN) benchmarks/cpu_balance.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
