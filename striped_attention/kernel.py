@@ -9,7 +9,7 @@ integer vectors, `start` and `end`: query row i sees the key slots `[start[i], e
 * q is [batch, queries, heads, dim]; k and v are [batch, keys, kv_heads, dim] and heads are never repeated in memory.
 * `out` is normalised over the block's own keys; `lse` is the log of the sum of exponentials of their scores. Both are
   float32 whatever the inputs are (float64 for float64). A row that sees no key gives out = 0 and lse = -inf.
-* `attend_grad` is given the `out` and `lse` of the *whole* row, all blocks merged, so that exp(score - lse) is the final
+* `attend_grad` is given the `out` and `lse` of the *whole* row, all blocks merged: exp(score - lse) is then the final
   probability. It returns float32 gradients (the caller adds them up over blocks); a row without keys adds nothing.
 * `unsupported(...)` says in a sentence what a kernel cannot do, or None. Nobody ignores an option.
 

@@ -4,7 +4,7 @@ One head is worked through row by row of query tiles. A row runs the key tiles t
 unmasked, the ragged edges masked, the rest not at all. Nothing larger than one tile of scores ever exists.
 
 The forward pass keeps a running maximum and sum per row (online softmax). The backward pass rebuilds the probabilities
-of a tile from `lse` and works on *transposed* tiles [keys, queries]: then dk, dv and dqᵀ are all products of matrices as
+of a tile from `lse` and works on *transposed* tiles [keys, queries]: then dk, dv and dqᵀ are products of matrices as
 they lie in memory, which XLA's CPU library runs at about twice the speed of a product with a transposed left side.
 
 Tiles are computed in float32 (float64 for float64 inputs), whatever the dtype of q, k and v.

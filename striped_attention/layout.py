@@ -29,8 +29,8 @@ _INT32_MAX = 2**31 - 1
 class Layout:
     """A rule that deals tokens to devices; made by `contiguous`, `striped` or `zigzag`.
 
-    `stripe` is the width of a stripe; without it a device's share is divided into `rounds` stripes. `backwards` deals every
-    second round in the opposite direction.
+    `stripe` is the width of a stripe; without it a device's share is divided into `rounds` stripes. `backwards` deals
+    every second round in the opposite direction.
     """
 
     name: str

@@ -18,8 +18,8 @@ from striped_attention.mask import Mask
 from striped_attention.oracle import dense_attention
 
 FLOAT32_TOLERANCE = 1e-5
-# Gradients can vanish (a softmax over one key has none), and float32 then leaves a rounding error of what cancelled. Errors
-# are judged on no smaller a scale than this, for inputs of scale 1, times √n where a gradient adds up n rows.
+# Gradients can vanish (a softmax over one key has none), and float32 then leaves a rounding error of what cancelled.
+# Errors are judged on no smaller a scale than this, for inputs of scale 1, times √n where a gradient adds up n rows.
 SMALLEST_SCALE = 0.1
 
 
