@@ -80,11 +80,14 @@ def entries() -> list[Entry]:
     ringattention = functools.partial(
         Entry, family="ringattention", kind=contestants.RingAttentionJax, package="ringattention"
     )
+    one_thread = {"pool": 1}
     return [
+        ours("ours, striped(1), NPROC=1", options={"layout": "striped", **one_thread}),
         ours("ours, striped(1)", options={"layout": "striped"}),
-        ours("ours, striped(128)", options={"layout": "striped", "stripe": 128}),
         ringattention("ringattention, chunks 128", options={"chunk": 128}),
         ringattention("ringattention, chunks 512", options={"chunk": 512}),
+        ringattention("ringattention, chunks 128, NPROC=1", options={"chunk": 128, **one_thread}),
+        ringattention("ringattention, chunks 512, NPROC=1", options={"chunk": 512, **one_thread}),
         Entry("plain JAX, sharded sequence", "plain-jax", contestants.PlainJax),
         Entry(
             *("ring-attention-pytorch, striped", "ring-attention-pytorch", contestants.RingAttentionTorch),
@@ -188,7 +191,7 @@ def report(field: list[Entry], lengths: list[int]) -> str:
     torch = next((entry for entry in field if entry.family == "torch-sdpa"), None)
     rows.append(["ours over torch SDPA, ratio", *(_over(ours, torch, length) for length in lengths)])
     return (
-        "Median seconds, forward / forward+backward, and in brackets how many times as long as ours, striped(1)\n"
+        "Median seconds, forward / forward+backward, and in brackets how many times as long as the first line\n"
         "(the median of that ratio over the rounds).\n\n" + record.table(rows)
     )
 

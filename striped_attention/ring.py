@@ -158,7 +158,8 @@ def _backward(ring: Ring, residuals: Any, dout: Array) -> Any:
         return sent, _add(stay, more_stay), _add(arrived, more_travel)
 
     def loop(carry: Any, offset: Any, run: _Run) -> Any:
-        return step(*carry, offset=offset, places=run.places, came=run.came), None
+        kv, stay, travel = carry
+        return step(kv, stay, travel, offset, run.places, run.came), None
 
     hops = [*(b - a for a, b in itertools.pairwise(offsets)), None]
     kv, stay, home = step((k, v), None, None, 0, hops[0], None)
