@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 from striped_attention import kernel_xla
 from striped_attention.bias import Bias
 from striped_attention.kernel import Kernel
-from striped_attention.layout import Layout
+from striped_attention.layout import Layout, check_whole
 from striped_attention.mask import Mask
 from striped_attention.ring import Ring, ring_attention
 
@@ -67,13 +67,14 @@ def attention(
     Returns:
       An array of the shape and dtype of `query`. Rows that see no key, padding among them, are 0.
     """
-    mesh = _ambient_mesh() if mesh is None else mesh
+    mesh = _check_mesh(mesh, axis_name)
     if axis_name not in mesh.axis_names:
         raise ValueError(
             f"axis_name must be an axis of the mesh; got {axis_name!r}, and the mesh has {tuple(mesh.axis_names)}."
         )
-    spec = PartitionSpec(None, axis_name, None, None) if spec is None else spec
+    spec = PartitionSpec(*((None, axis_name, None, None) if spec is None else spec))
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    sinks = None if sinks is None else jnp.asarray(sinks)
     devices = mesh.shape[axis_name]
     _check_arrays(query, key, value, bias, sinks)
     _check_spec(spec, axis_name, mesh, query, key)
@@ -84,7 +85,7 @@ def attention(
         axis_name=axis_name, layout=layout, scale=scale, softcap=softcap, kernel=kernel, tile=tile, length=length
     )
     return _on_mesh(
-        *(query, key, value, mask.permute(layout, devices), bias, sinks),
+        *(query, key, value, mask.permute(layout, devices, query.shape[1]), bias, sinks),
         mesh=_mesh_for(mesh, query, key, value),
         spec=spec,
         options=tuple(options.items()),
@@ -139,6 +140,7 @@ def attention_shard(
     tile = _check_options(scale, softcap, kernel, tile)
     _check_kernel(kernel, dtype=query.dtype, softcap=softcap, bias=bias, mask=mask, layout=layout)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+    softcap = None if softcap is None else float(softcap)
     ring = Ring(axis_name, devices, layout, length, padded_length, _kernel(kernel), scale, softcap, tile)
     return ring_attention(ring, query, key, value, mask, bias, sinks)
 
@@ -148,19 +150,11 @@ def _on_mesh(
     query: Array, key: Array, value: Array, mask: Mask, bias: Any, sinks: Any, *, mesh: Any, spec: Any, options: Any
 ) -> Array:
     batch, sequence, heads, _ = spec
-    whole_batch = mask.lo is None or mask.lo.shape[0] == query.shape[0]
-    specs = (
-        spec,
-        spec,
-        spec,
-        PartitionSpec(batch if whole_batch else None, sequence),
-        PartitionSpec(heads),
-        PartitionSpec(heads),
-    )
+    per_head = PartitionSpec(heads)
+    mask_specs = jax.tree.map(lambda x: PartitionSpec(batch if x.shape[0] == len(query) else None, sequence), mask)
     inputs = (query, key, value, mask, bias, sinks)
-    inputs = tuple(
-        jax.tree.map(lambda leaf, s=s: _reshard(leaf, mesh, s), x) for x, s in zip(inputs, specs, strict=True)
-    )
+    specs = (spec, spec, spec, mask_specs, jax.tree.map(lambda _: per_head, bias), None if sinks is None else per_head)
+    inputs = jax.tree.map(lambda x, spec: _reshard(x, mesh, spec), inputs, specs)
 
     def shard(query: Array, key: Array, value: Array, mask: Mask, bias: Any, sinks: Any) -> Array:
         return attention_shard(query, key, value, mask=mask, bias=bias, sinks=sinks, **dict(options))
@@ -168,11 +162,16 @@ def _on_mesh(
     return jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=spec)(*inputs)
 
 
-def _ambient_mesh() -> AbstractMesh:
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
+def _check_mesh(mesh: Any, axis_name: str) -> Any:
+    """The mesh, by default the ambient one."""
+    ambient = jax.sharding.get_abstract_mesh()
+    if axis_name in ambient.manual_axes:
+        raise ValueError(f"This code is inside a shard_map over {axis_name!r}: call `attention_shard` here.")
+    if mesh is None and ambient.empty:
         raise ValueError("attention needs a mesh: pass mesh=…, or call it under jax.set_mesh(mesh).")
-    return mesh
+    if mesh is not None and not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise ValueError(f"mesh must be a jax.sharding.Mesh; got {mesh!r}. jax.make_mesh makes one.")
+    return ambient if mesh is None else mesh
 
 
 def _mesh_for(mesh: Any, *arrays: Array) -> Any:
@@ -188,7 +187,9 @@ def _mesh_for(mesh: Any, *arrays: Array) -> Any:
         types = mesh.axis_types
     else:
         types = (AxisType.Auto,) * len(mesh.axis_names)
-    return mesh if types == mesh.axis_types else Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+    if types == mesh.axis_types or isinstance(mesh, AbstractMesh):
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
 def _reshard(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
@@ -212,6 +213,9 @@ def _check_spec(spec: PartitionSpec, axis_name: str, mesh: Any, query: Array, ke
             f"spec must say how [batch, length, heads, dim] are sharded, the length over {axis_name!r} and dim over "
             f"nothing, like P(None, {axis_name!r}, None, None); got {spec}."
         )
+    names = [name for entry in spec for name in _names(entry)]
+    if len(set(names)) < len(names):
+        raise ValueError(f"spec may name every mesh axis once; got {spec}.")
     for what, size, entry in (("batch", query.shape[0], spec[0]), ("key heads", key.shape[2], spec[2])):
         unknown = [name for name in _names(entry) if name not in mesh.axis_names]
         if unknown:
@@ -224,7 +228,7 @@ def _check_spec(spec: PartitionSpec, axis_name: str, mesh: Any, query: Array, ke
             )
 
 
-def _check_arrays(query: Array, key: Array, value: Array, bias: Bias | None, sinks: Any) -> None:
+def _check_arrays(query: Array, key: Array, value: Array, bias: Any, sinks: Any) -> None:
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not (query.ndim == key.ndim == value.ndim == 4):
         raise ValueError(f"query, key and value must be [batch, length, heads, dim]; got {shapes}.")
@@ -247,6 +251,8 @@ def _check_arrays(query: Array, key: Array, value: Array, bias: Bias | None, sin
             f"query, key and value must have one dtype out of {', '.join(_DTYPES)}; got {', '.join(dtypes)}. "
             f"Cast them with .astype."
         )
+    if bias is not None and not isinstance(bias, Bias):
+        raise ValueError(f"bias must be made by alibi(…) or relative_bias(…); got {type(bias).__name__}.")
     if bias is not None and bias.heads != heads:
         raise ValueError(f"The bias must have one entry per query head, {heads}; got {bias.heads}.")
     if sinks is not None and (sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
@@ -255,7 +261,7 @@ def _check_arrays(query: Array, key: Array, value: Array, bias: Bias | None, sin
         )
 
 
-def _check_length(padded_length: int, length: int | None, mask: Any, layout: Any, devices: int) -> int:
+def _check_length(padded_length: int, length: Any, mask: Any, layout: Any, devices: int) -> int:
     """The number of real tokens."""
     if not isinstance(layout, Layout):
         raise ValueError(f"layout must be striped(), contiguous() or zigzag(); got {layout!r}.")
@@ -265,7 +271,7 @@ def _check_length(padded_length: int, length: int | None, mask: Any, layout: Any
             f"do not fit long sequences."
         )
     layout.positions(0, padded_length, devices)
-    length = (mask.length or padded_length) if length is None else length
+    length = check_whole("length", mask.length or padded_length if length is None else length)
     if not 1 <= length <= padded_length:
         raise ValueError(
             f"length, the number of real tokens, must be between 1 and the arrays' length {padded_length}; "
@@ -287,17 +293,17 @@ def _check_batch(mask: Mask, batch: int) -> None:
 def _check_options(scale: Any, softcap: Any, kernel: str, tile: Any) -> tuple[int, int] | None:
     """The tile as a pair."""
     for name, value in (("scale", scale), ("softcap", softcap)):
-        if value is not None and not isinstance(value, (int, float, np.number)):
-            raise ValueError(f"{name} must be a plain number, known while tracing; got {type(value).__name__}.")
+        if value is not None and not (isinstance(value, (int, float, np.number)) and math.isfinite(value.real)):
+            raise ValueError(f"{name} must be a plain, finite number, known while tracing; got {value!r}.")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, or None for no cap; got {softcap!r}.")
     _kernel(kernel)
     if tile is None:
         return None
-    pair = (tile, tile) if isinstance(tile, int) else tile
-    if not (isinstance(pair, tuple) and len(pair) == 2 and all(type(side) is int and side > 0 for side in pair)):
-        raise ValueError(f"tile must be a whole number of at least 1, or a pair (queries, keys) of them; got {tile!r}.")
-    return pair
+    pair = (tile, tile) if isinstance(tile, (int, np.integer)) else tile
+    if not (isinstance(pair, tuple) and len(pair) == 2):
+        raise ValueError(f"tile must be a whole number, or a pair (queries, keys) of them; got {tile!r}.")
+    return check_whole("tile", pair[0]), check_whole("tile", pair[1])
 
 
 def _check_kernel(name: str, **what: Any) -> None:

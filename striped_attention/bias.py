@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from striped_attention.layout import check_whole
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,7 @@ def relative_bias(
             f"got {table.dtype}{table.shape}."
         )
     exact = table.shape[0] // (4 if bidirectional else 2)
-    if max_distance <= exact:
+    if check_whole("max_distance", max_distance) <= exact:
         raise ValueError(
             f"max_distance must be larger than the {exact} distances with their own bucket; got {max_distance}."
         )

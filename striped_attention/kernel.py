@@ -27,6 +27,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from striped_attention.bias import Bias
+from striped_attention.layout import namespace
 
 
 def accumulator(dtype: Any) -> Any:
@@ -94,7 +95,7 @@ def tile_spans(start: Any, end: Any, tile_q: int, tile_k: int) -> Spans:
 
     The last row of tiles may be shorter than the others.
     """
-    xp = jnp if isinstance(start, jax.Array) else np
+    xp = namespace(start)
     queries = start.shape[-1]
     top = np.arange(0, queries, tile_q)
     bottom = np.minimum(top + tile_q, queries) - 1

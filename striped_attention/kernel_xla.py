@@ -1,7 +1,7 @@
 """The `xla` kernel: tiled attention in plain JAX. It runs everywhere, does everything, and is the truth for the others.
 
 One head is worked through row by row of query tiles. A row runs the key tiles that `tile_spans` lists: the inner ones
-unmasked, the ragged edges masked, the rest not at all. Nothing larger than one tile of scores ever exists.
+unmasked, the ragged edges masked, the rest not at all. Nothing larger than one tile of scores (a head) ever exists.
 
 The forward pass keeps a running maximum and sum per row (online softmax). The backward pass rebuilds the probabilities
 of a tile from `lse` and works on *transposed* tiles [keys, queries]: then dk, dv and dqᵀ are products of matrices as

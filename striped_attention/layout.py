@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-_INT32_MAX = 2**31 - 1
+INT32_MAX = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Layout:
 
     def padded_length(self, length: int, devices: int) -> int:
         """The smallest length ≥ `length` that this layout can share out equally."""
-        _check_count("length", length)
-        _check_count("devices", devices)
+        check_whole("length", length)
+        check_whole("devices", devices)
         unit = self.rounds * devices
         padded = -(-length // unit) * unit
-        if padded > _INT32_MAX:
+        if padded > INT32_MAX:
             raise ValueError(
-                f"Positions are int32, so a length may be at most {_INT32_MAX} after padding; got length {length} "
+                f"Positions are int32, so a length may be at most {INT32_MAX} after padding; got length {length} "
                 f"(padded: {padded}). Split the text into shorter sequences."
             )
         return padded
@@ -62,7 +62,7 @@ class Layout:
     def positions(self, device: Any, length: int, devices: int) -> Int[Array | np.ndarray, " slots"]:
         """The positions of a device's tokens, increasing. `device` may be traced, as `lax.axis_index` is."""
         slots, width = self._deal(length, devices)
-        xp = _namespace(device)
+        xp = namespace(device)
         slot = xp.arange(slots, dtype=np.int32)
         turn, stripe = self._turn(xp, slot // width, device, devices, slots, width)
         return slot // width * (devices * width) + turn * stripe + slot % width
@@ -72,7 +72,7 @@ class Layout:
     ) -> Int[Array | np.ndarray, "*shape"]:
         """How many of a device's tokens have a smaller position; also the slot where a range of positions starts."""
         slots, width = self._deal(length, devices)
-        xp = _namespace(device, position)
+        xp = namespace(device, position)
         position = xp.asarray(position, dtype=np.int32)
         round_ = position // (devices * width)
         turn, stripe = self._turn(xp, round_, device, devices, slots, width)
@@ -118,6 +118,8 @@ class Layout:
 
     def _turn(self, xp: Any, round_: Any, device: Any, devices: int, slots: int, width: int) -> tuple[Any, Any]:
         """Whose turn the device is in a round (counted from 0), and how wide that round's stripes are."""
+        if not isinstance(device, jax.Array) and not 0 <= device < devices:
+            raise ValueError(f"device must be one of the {devices} devices, counted from 0; got {device}.")
         turn = xp.asarray(device, dtype=np.int32)
         if self.backwards:
             turn = xp.where(round_ % 2 == 1, devices - 1 - turn, turn)
@@ -136,8 +138,7 @@ def striped(stripe: int = 1) -> Layout:
 
     As wide as a tile of the kernel (128) is the best choice for windows and packed documents.
     """
-    _check_count("stripe", stripe)
-    return Layout("striped", stripe=stripe)
+    return Layout("striped", stripe=check_whole("stripe", stripe))
 
 
 def zigzag() -> Layout:
@@ -145,7 +146,8 @@ def zigzag() -> Layout:
     return Layout("zigzag", rounds=2, backwards=True)
 
 
-def _namespace(*values: Any) -> Any:
+def namespace(*values: Any) -> Any:
+    """jax.numpy if any value is a JAX array, traced or not; else NumPy."""
     return jnp if any(isinstance(value, jax.Array) for value in values) else np
 
 
@@ -167,12 +169,16 @@ def _gather(x: Any, index: np.ndarray, axis: int, fill: Any = None) -> jax.Array
     return x.at[(slice(None),) * axis + (index,)].get(unique_indices=True, **options)
 
 
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-        raise ValueError(f"{name} must be a whole number of at least 1; got {value!r}.")
+def check_whole(name: str, value: Any, least: int = 1) -> int:
+    """The value as an int; raises unless it is a whole number that is large enough."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}.")
+    return int(value)
 
 
 def _check_axis(x: Any, axis: int) -> int:
+    if not hasattr(x, "ndim"):
+        raise ValueError(f"Only NumPy and JAX arrays can be permuted; got {type(x).__name__}.")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(f"axis must name one of the array's {x.ndim} dimensions; got axis={axis} for shape {x.shape}.")
     return axis % x.ndim

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from striped_attention.layout import Layout
+from striped_attention.layout import INT32_MAX, Layout, check_whole, namespace
 
 Bounds = Int[Array | np.ndarray, "rows positions"]
 
@@ -57,11 +57,14 @@ class Mask:
                 f"Masks joined by & must be made for one length and one layout; got lengths {self.length} and "
                 f"{other.length}, layouts {self.placed} and {other.placed}. Join them before mask.permute."
             )
+        rows = {x.shape[0] for mask in (self, other) for x in (mask.lo, mask.hi) if x is not None} - {1}
+        if len(rows) > 1:
+            raise ValueError(f"Masks joined by & must be made for one batch; got {sorted(rows)} rows of segment ids.")
         return Mask(
             window=_either(min, self.window, other.window),
             prefix=_either(min, self.prefix, other.prefix),
-            lo=_either(_namespace(self.lo, other.lo).maximum, self.lo, other.lo),
-            hi=_either(_namespace(self.hi, other.hi).minimum, self.hi, other.hi),
+            lo=_either(namespace(self.lo, other.lo).maximum, self.lo, other.lo),
+            hi=_either(namespace(self.hi, other.hi).minimum, self.hi, other.hi),
             length=self.length or other.length,
             placed=self.placed or other.placed,
         )
@@ -71,7 +74,7 @@ class Mask:
 
         Positions past the text (padding) see nothing: their range is `[length, length)`.
         """
-        xp = _namespace(positions, self.lo, self.hi)
+        xp = namespace(positions, self.lo, self.hi)
         p = xp.asarray(positions, dtype=np.int32)[None, :]
         lo = xp.zeros_like(p) if self.window is None else xp.maximum(p - (self.window - 1), 0)
         hi = xp.full_like(p, length) if self.prefix is None else xp.minimum(xp.maximum(p + 1, self.prefix), length)
@@ -80,8 +83,11 @@ class Mask:
         lo, hi = xp.broadcast_arrays(lo, hi)
         return xp.where(p < length, lo, length), xp.where(p < length, hi, length)
 
-    def permute(self, layout: Layout, devices: int) -> "Mask":
-        """The mask in layout order, as it enters `shard_map` (sharded like [batch, length]). No-op without arrays."""
+    def permute(self, layout: Layout, devices: int, slots: int | None = None) -> "Mask":
+        """The mask in layout order, as it enters `shard_map` (sharded like [batch, length]). No-op without arrays.
+
+        `slots` is the length of the arrays that the mask serves, if they were padded to more than `permute` pads to.
+        """
         if self.length is None or self.placed == (layout, devices):
             return self
         if self.placed is not None:
@@ -89,8 +95,12 @@ class Mask:
                 f"This mask is already in the order of {self.placed[0]!r} on {self.placed[1]} devices; asked for "
                 f"{layout!r} on {devices}. Permute the mask that `documents` returned instead."
             )
-        lo, hi = (x if x is None else layout.permute(x, devices, axis=1, pad=self.length) for x in (self.lo, self.hi))
-        return dataclasses.replace(self, lo=lo, hi=hi, placed=(layout, devices))
+        widths = [(0, 0), (0, (slots or self.length) - self.length)]
+
+        def place(x: Any) -> Any:
+            return layout.permute(namespace(x).pad(x, widths, constant_values=self.length), devices, 1, pad=self.length)
+
+        return dataclasses.replace(jax.tree.map(place, self), placed=(layout, devices))
 
     def dense(self, length: int) -> Bool[np.ndarray, "*rows length length"]:
         """The whole picture, True where a query (row) may see a key (column): for docs, tests and small texts."""
@@ -110,10 +120,6 @@ class Mask:
                 f"has {length}. Make the mask from segment ids of the same length, or pass length={self.length}."
             )
 
-    def without_arrays(self) -> "Mask":
-        """The part that is known while tracing; it sees everything that the whole mask sees, and maybe more."""
-        return Mask(window=self.window, prefix=self.prefix)
-
 
 jax.tree_util.register_dataclass(Mask, data_fields=["lo", "hi"], meta_fields=["window", "prefix", "length", "placed"])
 
@@ -131,17 +137,13 @@ def causal() -> Mask:
 @no_type_check  # checks its argument itself
 def sliding_window(width: int) -> Mask:
     """Causal, and at most `width` keys back, the query's own included."""
-    if isinstance(width, bool) or not isinstance(width, (int, np.integer)) or width < 1:
-        raise ValueError(f"The width of a sliding window must be a whole number of at least 1; got {width!r}.")
-    return Mask(window=int(width), prefix=0)
+    return Mask(window=min(check_whole("The width of a sliding window", width), INT32_MAX), prefix=0)
 
 
 @no_type_check  # checks its argument itself
 def prefix(length: int) -> Mask:
     """Causal, but the first `length` tokens all see each other (prefix language models)."""
-    if isinstance(length, bool) or not isinstance(length, (int, np.integer)) or length < 0:
-        raise ValueError(f"The length of a prefix must be a whole number of at least 0; got {length!r}.")
-    return Mask(prefix=int(length))
+    return Mask(prefix=min(check_whole("The length of a prefix", length, least=0), INT32_MAX))
 
 
 @no_type_check  # checks its argument itself
@@ -159,7 +161,9 @@ def documents(segment_ids: Int[Array | np.ndarray, "batch length"], causal: bool
             f"segment_ids must be whole numbers of shape [batch, length]; got {segment_ids.dtype}{segment_ids.shape}. "
             f"For one sequence use segment_ids[None, :]."
         )
-    xp = _namespace(segment_ids)
+    xp = namespace(segment_ids)
+    if xp is jnp and (sharding := jax.typeof(segment_ids).sharding).spec[1] is not None:  # an explicit mesh axis
+        segment_ids = jax.reshard(segment_ids, sharding.update(spec=jax.P(sharding.spec[0], None)))
     length = segment_ids.shape[1]
     position = xp.arange(length, dtype=np.int32)[None, :]
     first = xp.concatenate([xp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
@@ -192,7 +196,3 @@ def _check_runs(segment_ids: np.ndarray, first: np.ndarray) -> None:
 
 def _either(join: Any, a: Any, b: Any) -> Any:
     return b if a is None else a if b is None else join(a, b)
-
-
-def _namespace(*values: Any) -> Any:
-    return jnp if any(isinstance(value, jax.Array) for value in values) else np

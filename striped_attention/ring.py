@@ -111,7 +111,12 @@ def ring_attention(
     for leaf in jax.tree.leaves(inputs):
         zero = zero + jnp.zeros_like(leaf, shape=(), dtype=zero.dtype)
     inputs = jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), inputs)
-    return _ring_attention(ring, *inputs)
+    if ring.length == ring.padded_length:
+        return _ring_attention(ring, *inputs)
+    # Nothing may come out of padding, not even the NaN that a model may have made there of zeros: 0 · NaN is NaN.
+    held = ring.layout.positions(lax.axis_index(ring.axis_name), ring.padded_length, ring.devices)
+    blank = lambda x: jnp.where((held < ring.length)[None, :, None, None], x, 0)  # noqa: E731
+    return blank(_ring_attention(ring, *map(blank, inputs[:3]), *inputs[3:]))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -139,11 +144,17 @@ def _forward(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: A
         sink = jnp.broadcast_to(sinks.astype(dtype), result.lse.shape)
         result = merge(result, Partial(jnp.zeros_like(result.out), sink))
     out = result.out.astype(q.dtype)
-    return out, (q, k, v, mask, bias, sinks, out, result.lse)
+    # dq and dk are small differences of large numbers, one of them out · dout, so the backward pass needs all of out.
+    # What rounding takes from it is kept in the inputs' dtype, at half the cost of keeping out in float32.
+    lost = None if q.dtype == dtype else (result.out - out.astype(dtype)).astype(q.dtype)
+    return out, (q, k, v, mask, bias, sinks, out, lost, result.lse)
 
 
 def _backward(ring: Ring, residuals: Any, dout: Array) -> Any:
-    q, k, v, mask, bias, sinks, out, lse = residuals
+    q, k, v, mask, bias, sinks, out, lost, lse = residuals
+    out, dout = out.astype(lse.dtype), dout.astype(lse.dtype)
+    if lost is not None:
+        out = out + lost.astype(lse.dtype)
     block = ring.blocks(mask, bias)
     offsets = ring.offsets(mask)
 
@@ -173,8 +184,9 @@ def _backward(ring: Ring, residuals: Any, dout: Array) -> Any:
     (dq, dbias), (dk, dv) = stay, home
     dsinks = None
     if sinks is not None:
-        delta = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), axis=-1)
-        dsinks = -jnp.sum(jnp.exp(sinks.astype(lse.dtype) - lse) * delta, axis=(0, 1))
+        delta = jnp.sum(out * dout, axis=-1)
+        share = jnp.where(jnp.isneginf(lse), 0, jnp.exp(sinks.astype(lse.dtype) - lse))
+        dsinks = -jnp.sum(share * delta, axis=(0, 1))
     cast = functools.partial(jax.tree.map, lambda grad, x: grad.astype(x.dtype))
     return (*cast((dq, dk, dv), (q, k, v)), None, cast(dbias, bias), cast(dsinks, sinks))
 

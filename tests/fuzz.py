@@ -13,11 +13,12 @@ import numpy as np
 
 import striped_attention as sa
 from striped_attention.layout import Layout
+from striped_attention.mask import Mask
 from tests.compare import Shape, assert_exact, random_mask
 
 
-def random_program(seed: int) -> tuple[Shape, int, Layout]:
-    """Shape with options, devices, layout."""
+def random_program(seed: int) -> tuple[Shape, int, Layout, Mask]:
+    """Shape with options, devices, layout, and the part of the mask that is known while tracing."""
     rng = np.random.default_rng(seed)
     kv_heads = int(rng.choice([1, 2, 3]))
     shape = Shape(
@@ -34,14 +35,23 @@ def random_program(seed: int) -> tuple[Shape, int, Layout]:
         sinks=bool(rng.random() < 0.3),
     )
     layouts = [sa.contiguous(), sa.zigzag(), sa.striped(), sa.striped(int(rng.integers(2, 20)))]
-    return shape, int(rng.choice([1, 2, 3, 4, 5, 8])), layouts[rng.integers(4)]
+    devices = int(rng.choice([1, 2, 3, 4, 5, 8]))
+    masks = [
+        sa.full(),
+        sa.full(),
+        sa.causal(),
+        sa.prefix(int(rng.integers(80))),
+        sa.sliding_window(int(rng.integers(1, 40))),
+    ]
+    return shape, devices, layouts[rng.integers(4)], masks[rng.integers(5)]
 
 
 def check_case(program_seed: int, case_seed: int) -> None:
     """One random program on one random mask and random data."""
-    shape, devices, layout = random_program(program_seed)
+    shape, devices, layout, mask = random_program(program_seed)
     rng = np.random.default_rng([program_seed, case_seed])
-    assert_exact(shape, devices, layout, random_mask(rng, shape.batch, shape.length), seed=int(rng.integers(2**31)))
+    mask = mask & random_mask(rng, shape.batch, shape.length)
+    assert_exact(shape, devices, layout, mask, seed=int(rng.integers(2**31)))
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ BAD_CALLS = {
         r"zigzag\(\) needs .* in 2 equal rounds, a multiple of 8; got 12. Pad it to 16",
     ),
     "more tokens than slots": ({"length": 17}, r"between 1 and the arrays' length 16; got 17"),
-    "no tokens": ({"length": 0}, r"between 1 and the arrays' length 16; got 0"),
+    "no tokens": ({"length": 0}, r"length must be a whole number of at least 1; got 0"),
     "a mask for another length": (
         {"mask": sa.documents(IDS[:, :9]), "length": 16},
         r"made for a text of 9 tokens.*has 16",
@@ -68,9 +68,10 @@ BAD_CALLS = {
     "a layout's name": ({"layout": "striped"}, r"layout must be striped\(\), .*got 'striped'"),
     "an unknown kernel": ({"kernel": "fast"}, r"kernel must be one of \['auto', 'xla'\]; got 'fast'"),
     "a tile of 0": ({"tile": 0}, r"tile must be .*got 0"),
+    "a tile of half": ({"tile": 0.5}, r"tile must be .*got 0.5"),
     "a tile of three": ({"tile": (8, 8, 8)}, r"tile must be .*got \(8, 8, 8\)"),
     "a softcap of 0": ({"softcap": 0.0}, r"softcap must be positive.*got 0.0"),
-    "a traced scale": ({"scale": jnp.ones(())}, r"scale must be a plain number"),
+    "a traced scale": ({"scale": jnp.ones(())}, r"scale must be a plain, finite number"),
     "sinks of another size": ({"sinks": jnp.ones(3)}, r"sinks must be .*\(4,\).*got float32\(3,\)"),
     "a bias for other heads": ({"bias": sa.alibi(np.ones(3, np.float32))}, r"one entry per query head, 4; got 3"),
     "a spec of the wrong order": ({"spec": P("sequence", None, None, None)}, r"spec must say .*'sequence'.*got"),
@@ -79,6 +80,11 @@ BAD_CALLS = {
         {"spec": P("data", "sequence", None, None)},
         r"names the axis 'data', but the mesh has",
     ),
+    "an infinite softcap": ({"softcap": float("inf")}, r"softcap must be .*finite.*got inf"),
+    "a length that is not whole": ({"length": 13.5}, r"length must be a whole number.*got 13.5"),
+    "a bias that is an array": ({"bias": np.ones(4)}, r"bias must be made by alibi.*got ndarray"),
+    "a mesh that is a number": ({"mesh": 4}, r"mesh must be a jax.sharding.Mesh; got 4"),
+    "a spec that names an axis twice": ({"spec": P("sequence", "sequence", None, None)}, r"every mesh axis once"),
     "no mesh": ({"mesh": None}, r"needs a mesh: pass mesh=…, or .*jax.set_mesh"),
 }
 
@@ -107,6 +113,16 @@ BAD_PARTS = {
     ),
     "segment ids that are floats": (lambda: sa.documents(np.zeros((1, 4))), r"must be whole numbers .*float64"),
     "a window of 0": (lambda: sa.sliding_window(0), r"at least 1; got 0"),
+    "masks of two batches": (
+        lambda: sa.documents(np.zeros((2, 4), int)) & sa.documents(np.zeros((3, 4), int)),
+        r"one batch; got \[2, 3\] rows",
+    ),
+    "a device that is not there": (lambda: sa.striped().positions(9, 16, 4), r"one of the 4 devices.*got 9"),
+    "a list": (lambda: sa.striped().permute([1, 2], 2, 0), r"Only NumPy and JAX arrays .*got list"),
+    "a reach that is not whole": (
+        lambda: sa.relative_bias(np.ones((8, 2), np.float32), max_distance=12.5),
+        r"max_distance must be a whole number.*got 12.5",
+    ),
     "a negative prefix": (lambda: sa.prefix(-1), r"at least 0; got -1"),
     "a stripe of 0": (lambda: sa.striped(0), r"stripe must be .*at least 1; got 0"),
     "a stripe of half a token": (lambda: sa.striped(0.5), r"stripe must be a whole number.*got 0.5"),
@@ -179,6 +195,18 @@ def test_attention_shard_refuses_an_unknown_axis():
         shard_call(sa.causal(), axis_name="seq")
     with pytest.raises(ValueError, match=r"must be a mesh axis of the shard_map"):
         sa.attention_shard(*[jnp.ones((1, 4, 2, 8))] * 3, axis_name="sequence", layout=sa.striped(), mask=sa.causal())
+
+
+def test_attention_inside_shard_map_points_to_attention_shard():
+    mesh = jax.make_mesh((4,), ("sequence",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    attend = jax.shard_map(
+        lambda x: sa.attention(x, x, x, mesh=mesh, axis_name="sequence", layout=sa.striped(), mask=sa.causal()),
+        mesh=mesh,
+        in_specs=SEQUENCE,
+        out_specs=SEQUENCE,
+    )
+    with pytest.raises(ValueError, match=r"inside a shard_map over 'sequence': call `attention_shard` here"):
+        attend(jnp.ones((1, 16, 2, 8)))
 
 
 class NoSoftcap:

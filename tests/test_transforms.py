@@ -185,6 +185,34 @@ def test_segment_ids_may_be_traced():
     assert run._cache_size() == 1
 
 
+def test_documents_with_different_rows_on_a_data_axis():
+    """One mask has a row for each sequence, the other one row for all."""
+    mesh = jax.make_mesh((2, 2), ("data", "sequence"), (AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    each = random_segments(np.random.default_rng(0), 2, SHAPE.length, longest=12)
+    mask = sa.documents(each) & sa.documents(np.zeros((1, SHAPE.length), int), causal=False)
+    q, k, v = (LAYOUT.permute(x, 2, axis=1) for x in inputs())
+    spec = P("data", "sequence", None, None)
+    out = sa.attention(q, k, v, mesh=mesh, axis_name="sequence", layout=LAYOUT, mask=mask, spec=spec)
+    np.testing.assert_allclose(LAYOUT.restore(out, 2, axis=1), truth(sa.documents(each))["out"], atol=1e-5)
+
+
+def test_segment_ids_sharded_over_an_explicit_mesh():
+    mesh = jax.make_mesh((4,), ("sequence",), (AxisType.Explicit,), devices=jax.devices()[:4])
+    ids = random_segments(np.random.default_rng(0), 2, SHAPE.length, longest=12)
+    with jax.set_mesh(mesh):
+        traced = jax.jit(sa.documents)(jax.device_put(ids, NamedSharding(mesh, P(None, "sequence"))))
+    np.testing.assert_array_equal(traced.dense(SHAPE.length), sa.documents(ids).dense(SHAPE.length))
+
+
+def test_vmap():
+    q, k, v = (LAYOUT.permute(x, 4, axis=1)[:, None] for x in inputs())
+    attend = functools.partial(
+        sa.attention, mesh=mesh_of(4), axis_name="sequence", layout=LAYOUT, mask=sa.causal(), tile=(4, 4)
+    )
+    out = jax.vmap(attend)(q, k, v)[:, 0]
+    np.testing.assert_allclose(LAYOUT.restore(out, 4, axis=1), truth(sa.causal())["out"], atol=1e-5)
+
+
 def test_float64_inputs_are_computed_in_float64():
     with jax.enable_x64(True):
         q, k, v = (jnp.asarray(np.asarray(x, np.float64)) for x in inputs())
