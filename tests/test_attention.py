@@ -115,7 +115,7 @@ def test_a_row_that_sees_no_key_is_zero_and_so_are_its_gradients(devices, option
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_huge_scores_neither_overflow_nor_give_nan(sign):
-    """Scores are whole multiples of 5,000, up to ±10,000, so float32 holds them exactly and the answer stays exact."""
+    """Scores reach ±10,000. There float32 knows lse to 5e-4, and so the weights of merged parts and the answer."""
     length, devices, layout = 24, 4, sa.striped()
     rng = np.random.default_rng(0)
     q, k = rng.choice([-100.0, 100.0], (2, 1, length, 2, 4))
@@ -138,7 +138,7 @@ def test_huge_scores_neither_overflow_nor_give_nan(sign):
     with jax.enable_x64(True):
         wanted = results(plain, "float64")
     for found, truth in zip(results(attend, "float32"), wanted, strict=True):
-        np.testing.assert_allclose(found, truth, atol=1e-5 * max(1.0, float(np.abs(truth).max())))
+        np.testing.assert_allclose(found, truth, atol=5e-4 * max(1.0, float(np.abs(truth).max())))
     assert all(np.isfinite(x.astype("float32")).all() for x in results(attend, "bfloat16"))
 
 
