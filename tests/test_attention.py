@@ -61,11 +61,11 @@ def test_hops_that_a_window_skips_change_nothing(layout):
     assert_exact(Shape(batch=1), 8, layout, sa.sliding_window(7))
 
 
-@pytest.mark.parametrize("layout", [sa.striped(), sa.zigzag()], ids=repr)
 @pytest.mark.parametrize("name", OPTIONS)
-def test_every_option(name, layout):
+def test_every_option(name):
     rng = np.random.default_rng(0)
     shape = OPTIONS[name]
+    layout = LAYOUTS[list(OPTIONS).index(name) % len(LAYOUTS)]  # `make fuzz` tries them all
     assert_exact(shape, 3, layout, sa.documents(random_segments(rng, 2, shape.length, 30), causal=False))
 
 
@@ -75,12 +75,12 @@ def test_grouped_and_single_key_heads(heads, kv_heads, dtype):
     assert_exact(Shape(batch=1, heads=heads, kv_heads=kv_heads, dtype=dtype), 2, sa.striped(), sa.causal())
 
 
-@pytest.mark.parametrize("length", [1, 2, 7, 8, 9, 63, 64, 65])
+@pytest.mark.parametrize("length", [1, 7, 9, 64])
 def test_any_length(length):
     assert_exact(Shape(batch=1, length=length), 4, sa.striped(2), sa.causal())
 
 
-@pytest.mark.parametrize("tile", [None, 1, 64, (3, 16), (16, 3)])
+@pytest.mark.parametrize("tile", [1, (3, 16), (16, 3)])
 def test_any_tile(tile):
     assert_exact(Shape(batch=1, tile=tile), 2, sa.striped(4), sa.sliding_window(20))
 
@@ -191,7 +191,7 @@ def test_the_answer_does_not_depend_on_the_layout_or_the_devices():
     arrays = shape.arrays()
     results = []
     for layout in LAYOUTS:
-        for devices in (1, 8):
+        for devices in (1, 4):
             q, k, v = (layout.permute(arrays[n], devices, axis=1) for n in "qkv")
             out = sa.attention(q, k, v, mesh=mesh_of(devices), axis_name="sequence", layout=layout, mask=sa.causal())
             results.append(np.asarray(layout.restore(out, devices, axis=1)))

@@ -140,7 +140,7 @@ class TileCounter:
         return self.count
 
 
-@pytest.mark.parametrize("layout", [sa.contiguous(), sa.striped(), sa.striped(8), sa.zigzag()], ids=repr)
+@pytest.mark.parametrize("layout", [sa.contiguous(), sa.striped(), sa.zigzag()], ids=repr)
 def test_executed_tiles_are_the_planned_ones_forward_and_backward(layout, monkeypatch):
     devices, length, tile = 4, 90, (8, 4)
     counter = TileCounter(monkeypatch)

@@ -46,8 +46,7 @@ def assert_true(result, mask):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("under_set_mesh", [False, True])
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize(("under_set_mesh", "jit"), [(False, False), (False, True), (True, True)])
 def test_both_kinds_of_mesh_axes_with_and_without_jit(axis_type, under_set_mesh, jit):
     mesh = jax.make_mesh((4,), ("sequence",), axis_types=(axis_type,), devices=jax.devices()[:4])
     attend = functools.partial(
