@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from striped_attention.bias import Bias
 from striped_attention.kernel import Block, Partial, Spans, accumulator, tile_spans
 
-DEFAULT_TILE = (256, 128)  # queries × keys: 128 KiB of float32 scores, which a core's second-level cache holds
+DEFAULT_TILE = (256, 256)  # queries × keys: 256 KiB of float32 scores, which a core's second-level cache holds
 
 
 def unsupported(**_: Any) -> None:
