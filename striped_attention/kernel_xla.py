@@ -38,9 +38,8 @@ def attend(
 ) -> Partial:
     """Forward pass over one block; see `kernel.py` for the contract."""
     tiles = _Tiles(q, k, block)
-    arrays = (tiles.queries(q) * block.scale, tiles.keys(k), tiles.keys(v))
-    out, lse = tiles.map_heads(functools.partial(_head_forward, tiles), arrays)
-    return Partial(tiles.rows_back(out), tiles.rows_back(lse[..., None])[..., 0])
+    out, lse = tiles.map_heads(functools.partial(_head_forward, tiles), (tiles.grouped(q), k, v))
+    return Partial(out.reshape(q.shape), lse.reshape(q.shape[:-1]))
 
 
 @jax.jit
@@ -55,20 +54,11 @@ def attend_grad(
 ) -> tuple[Array, Array, Array, Bias | None]:
     """Backward pass over one block; see `kernel.py` for the contract."""
     tiles = _Tiles(q, k, block)
-    dout = dout.astype(tiles.dtype)
-    delta = jnp.sum(out.astype(tiles.dtype) * dout, axis=-1, keepdims=True)
-    # A padding row repeats the last real one, so that its probabilities are finite, and its gradient is 0.
-    arrays = (
-        tiles.queries(q) * block.scale,
-        tiles.queries(dout, edge=False),
-        tiles.queries(lse[..., None])[..., 0],
-        tiles.queries(delta, edge=False)[..., 0],
-        tiles.keys(k),
-        tiles.keys(v),
-    )
+    delta = jnp.sum(out.astype(tiles.dtype) * dout.astype(tiles.dtype), axis=-1)
+    arrays = (*map(tiles.grouped, (q, dout, lse, delta)), k, v)
     dq, dk, dv, dbias = tiles.map_heads(functools.partial(_head_backward, tiles), arrays)
-    dbias = jax.tree.map(lambda x: jnp.sum(x, axis=0).reshape(-1, *x.shape[3:]), dbias)
-    return tiles.rows_back(dq) * block.scale, tiles.keys_back(dk), tiles.keys_back(dv), dbias
+    dbias = jax.tree.map(lambda x: jnp.sum(x, axis=(0, 1)).reshape(-1, *x.shape[4:]), dbias)
+    return dq.reshape(q.shape), dk, dv, dbias
 
 
 class _Tiles:
@@ -83,58 +73,75 @@ class _Tiles:
         tile_q, tile_k = block.tile or DEFAULT_TILE
         self.tile_q, self.tile_k = min(tile_q, self.n_q), min(tile_k, self.n_k)
         self.tile_rows = -(-self.n_q // self.tile_q)
-        pad = self.tile_rows * self.tile_q - self.n_q
-        edge = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad)], mode="edge")  # noqa: E731
+        self.query_pad = self.tile_rows * self.tile_q - self.n_q
+        self.key_pad = -self.n_k % self.tile_k
+        edge = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, self.query_pad)], mode="edge")  # noqa: E731
         everyone = lambda x: jnp.broadcast_to(x, (self.batch, *x.shape[1:]))  # noqa: E731
         spans = tile_spans(block.start, block.end, self.tile_q, self.tile_k)
         self.rows = jax.tree.map(everyone, (edge(block.start), edge(block.end), spans))
         self.query_positions = edge(block.query_positions)
-        key_pad = -self.n_k % self.tile_k
-        self.key_positions = jnp.pad(block.key_positions, (0, key_pad))
+        self.key_positions = jnp.pad(block.key_positions, (0, self.key_pad))
+
+    def grouped(self, x: Array) -> Array:
+        """[batch, queries, heads, ...] -> [batch, queries, kv_heads, group, ...]."""
+        return x.reshape(*x.shape[:2], self.kv_heads, self.group, *x.shape[3:])
 
     def queries(self, x: Array, edge: bool = True) -> Array:
-        """[batch, queries, heads, d] -> [batch, kv_heads, group * padded queries, d], one group's rows on end."""
-        x = x.astype(self.dtype).reshape(self.batch, self.n_q, self.kv_heads, self.group, x.shape[-1])
-        x = x.transpose(0, 2, 3, 1, 4)
-        pad = [(0, 0)] * 3 + [(0, self.tile_rows * self.tile_q - self.n_q), (0, 0)]
-        x = jnp.pad(x, pad, mode="edge" if edge else "constant")
-        return x.reshape(self.batch, self.kv_heads, -1, x.shape[-1])
+        """[queries, group, ...] of one head -> [group * padded queries, ...], one member's rows after the other's."""
+        x = jnp.swapaxes(x.astype(self.dtype), 0, 1)
+        x = jnp.pad(x, [(0, 0), (0, self.query_pad), *[(0, 0)] * (x.ndim - 2)], mode="edge" if edge else "constant")
+        return x.reshape(-1, *x.shape[2:])
 
-    def rows_back(self, x: Array) -> Array:
+    def queries_back(self, x: Array) -> Array:
         """The inverse of `queries`."""
-        x = x.reshape(self.batch, self.kv_heads, self.group, -1, x.shape[-1])[:, :, :, : self.n_q]
-        return x.transpose(0, 3, 1, 2, 4).reshape(self.batch, self.n_q, self.heads, x.shape[-1])
+        return jnp.swapaxes(x.reshape(self.group, -1, *x.shape[1:])[:, : self.n_q], 0, 1)
 
     def keys(self, x: Array) -> Array:
-        """[batch, keys, kv_heads, d] -> [batch, kv_heads, padded keys, d]."""
-        return jnp.pad(
-            x.astype(self.dtype).transpose(0, 2, 1, 3), [(0, 0), (0, 0), (0, -self.n_k % self.tile_k), (0, 0)]
-        )
+        """[keys, dim] of one head -> [padded keys, dim]."""
+        return jnp.pad(x.astype(self.dtype), [(0, self.key_pad), (0, 0)])
 
     def keys_back(self, x: Array) -> Array:
         """The inverse of `keys`."""
-        return x[:, :, : self.n_k].transpose(0, 2, 1, 3)
+        return x[: self.n_k]
 
     def map_heads(self, one_head: Callable[..., Any], arrays: tuple[Array, ...]) -> Any:
-        """Run `one_head(*arrays, bias, rows)` for every sequence and key head.
+        """Run `one_head(*arrays, bias, rows)` for every sequence and key head of arrays [batch, n, kv_heads, ...].
 
         Sequences may have masks, so tile counts, of their own: they go one after the other. Heads share a mask. A CPU
-        takes them one by one, which keeps a tile in its cache; an accelerator takes them all at once.
+        takes them one by one, out of arrays as they lie and into results as they shall lie, which keeps a tile in its
+        cache and makes no transposed copies; an accelerator takes them all at once.
         """
         split = lambda x: x.astype(self.dtype).reshape(self.kv_heads, self.group, *x.shape[1:])  # noqa: E731
         bias = jax.tree.map(split, self.block.bias)
 
-        def sequence(over_heads: Callable[..., Any], args: Any) -> Any:
-            arrays, rows = args
-            return over_heads(lambda head: one_head(*head[0], head[1], rows), (arrays, bias))
+        def one_by_one(arrays: Any, rows: Any) -> Any:
+            def run(i: Any) -> Any:
+                sequence, head = i // self.kv_heads, i % self.kv_heads
+                own = lambda x: _index(_index(x, sequence, 0), head, 1)  # noqa: E731
+                head_bias = jax.tree.map(lambda x: _index(x, head, 0), bias)
+                return one_head(*map(own, arrays), head_bias, jax.tree.map(lambda x: _index(x, sequence, 0), rows))
 
-        def one_by_one(args: Any) -> Any:
-            return lax.map(functools.partial(sequence, lax.map), args)
+            def step(i: Any, results: Any) -> Any:
+                place = lambda x: (i // self.kv_heads, 0, i % self.kv_heads, *[0] * (x.ndim - 3))  # noqa: E731
+                put = lambda x, part: lax.dynamic_update_slice(x, part[None, :, None], place(x))  # noqa: E731
+                return jax.tree.map(put, results, run(i))
 
-        def all_at_once(args: Any) -> Any:
-            return lax.map(functools.partial(sequence, lambda f, heads: jax.vmap(f)(heads)), args)
+            def blank(x: Any) -> Array:
+                shape = (self.batch, x.shape[0], self.kv_heads, *x.shape[1:])
+                return jnp.zeros_like(arrays[0], shape=shape, dtype=x.dtype)
 
-        return lax.platform_dependent((arrays, self.rows), cpu=one_by_one, default=all_at_once)
+            results = jax.tree.map(blank, jax.eval_shape(run, 0))
+            return lax.fori_loop(0, self.batch * self.kv_heads, step, results)
+
+        def all_at_once(arrays: Any, rows: Any) -> Any:
+            def sequence(args: Any) -> Any:
+                arrays, rows = args
+                over_heads = jax.vmap(lambda arrays, bias: one_head(*arrays, bias, rows), in_axes=(1, 0), out_axes=1)
+                return over_heads(arrays, bias)
+
+            return lax.map(sequence, (arrays, rows))
+
+        return lax.platform_dependent(arrays, self.rows, cpu=one_by_one, default=all_at_once)
 
 
 def _logits(tiles: _Tiles, product: Array, bias: Bias | None, key_first: Array, query_first: Array, axis: int) -> Array:
@@ -169,6 +176,7 @@ def _each_tile(spans: Spans, step: Callable[[Any, Any, bool], Any], carry: Any) 
 def _head_forward(tiles: _Tiles, q: Array, k: Array, v: Array, bias: Bias | None, rows: Any) -> tuple[Array, Array]:
     start, end, spans = rows
     tile_q, tile_k = tiles.tile_q, tiles.tile_k
+    q, k, v = tiles.queries(q) * tiles.block.scale, tiles.keys(k), tiles.keys(v)
 
     def row(r: Any, carry: Any) -> Any:
         out, lse = carry
@@ -199,7 +207,8 @@ def _head_forward(tiles: _Tiles, q: Array, k: Array, v: Array, bias: Bias | None
         return _update(out, row_out, r * tile_q), _update(lse, top + jnp.log(total), r * tile_q)
 
     empty = (jnp.zeros_like(q), jnp.zeros_like(q, shape=q.shape[:1]))
-    return lax.fori_loop(0, tiles.group * tiles.tile_rows, row, empty)
+    out, lse = lax.fori_loop(0, tiles.group * tiles.tile_rows, row, empty)
+    return tiles.queries_back(out), tiles.queries_back(lse)
 
 
 def _head_backward(
@@ -207,6 +216,10 @@ def _head_backward(
 ) -> tuple[Array, Array, Array, Bias | None]:
     start, end, spans = rows
     tile_q, tile_k = tiles.tile_q, tiles.tile_k
+    # A padding row repeats the last real one, so that its probabilities are finite, and its gradient is 0.
+    q, lse = tiles.queries(q) * tiles.block.scale, tiles.queries(lse)
+    dout, delta = tiles.queries(dout, edge=False), tiles.queries(delta, edge=False)
+    k, v = tiles.keys(k), tiles.keys(v)
     k_transposed = k.T
 
     def row(r: Any, carry: Any) -> Any:
@@ -239,11 +252,17 @@ def _head_backward(
         return _update(dq, dq_transposed.T, r * tile_q), dk, dv, dbias
 
     nothing = (jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), jax.tree.map(jnp.zeros_like, bias))
-    return lax.fori_loop(0, tiles.group * tiles.tile_rows, row, nothing)
+    dq, dk, dv, dbias = lax.fori_loop(0, tiles.group * tiles.tile_rows, row, nothing)
+    dbias = jax.tree.map(lambda x: x[None], dbias)  # [n, ...] with n = 1, like the other results
+    return tiles.queries_back(dq * tiles.block.scale), tiles.keys_back(dk), tiles.keys_back(dv), dbias
 
 
 def _dot(a: Array, b: Array) -> Array:
     return jnp.dot(a, b, precision=lax.Precision.HIGHEST)
+
+
+def _index(x: Array, i: Any, axis: int) -> Array:
+    return lax.dynamic_index_in_dim(x, i, axis, keepdims=False)
 
 
 def _slice(x: Array, first: Any, size: int, axis: int = 0) -> Array:
