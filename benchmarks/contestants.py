@@ -64,16 +64,7 @@ class Contestant:
 
 
 class JaxContestant(Contestant):
-    """A function of global arrays whose sequence lies on 2 devices: virtual ones of one process, or 2 processes.
-
-    Virtual devices share XLA's pool of threads, by default one for each core, and get in each other's way there;
-    `pool` is the number of its threads, which a user sets with the environment variable NPROC.
-    """
-
-    def __init__(self, pool: int | None = None, **options: Any) -> None:
-        if pool is not None:
-            os.environ["NPROC"] = str(pool)
-        super().__init__(**options)
+    """A function of global arrays whose sequence lies on 2 devices: virtual ones of one process, or 2 processes."""
 
     def start(self) -> None:
         import jax

@@ -15,9 +15,7 @@ device added up over the steps. Answers are checked first. Wants an idle machine
 """
 
 import argparse
-import functools
 import os
-import pathlib
 import random
 import statistics
 import sys
@@ -162,25 +160,9 @@ def report(lengths: dict[int, Any]) -> str:
     return "Two pinned processes, forward / forward+backward: medians.\n\n" + record.table(rows)
 
 
-def parse(words: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = functools.partial(parser.add_argument, metavar="N", type=int)
-    add("--lengths", nargs="+", default=[2048, 4096, 8192, 16384], help="texts to time (2048 4096 8192 16384)")
-    add("--rounds", default=9, help="runs of each layout, length and kind (9)")
-    add("--check-length", default=2048, help="text on which output and gradients are compared with float64 (2048)")
-    add("--seed", default=0, help="of the inputs and of the order within a round (0)")
-    path = record.RESULTS / "cpu_balance.json"
-    parser.add_argument("--output", type=pathlib.Path, default=path, help="where the JSON goes (benchmarks/results/)")
-    arguments = parser.parse_args(words)
-    if any(length < 1 or length % 4 for length in (*arguments.lengths, arguments.check_length)):
-        parser.error("lengths must be multiples of 4, which zigzag on 2 devices needs")
-    if arguments.rounds < 1:
-        parser.error("--rounds must be at least 1")
-    return arguments
-
-
 def main() -> int:
-    arguments = parse()
+    parser = record.parser("cpu_balance", __doc__, rounds=9)
+    arguments = record.parse(parser, 4, "zigzag on 2 devices needs")
     configuration = {name: value for name, value in vars(arguments).items() if name != "output"}
     document = record.metadata("cpu_balance", {**configuration, **problem.SHAPE, "devices": DEVICES})
     try:

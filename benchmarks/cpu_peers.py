@@ -2,23 +2,24 @@
 
 Causal attention, 1 sequence, 8 heads × 64, float32, on 2 devices (2 cores), forward and forward+backward:
 
-    ours                     this library, 2 virtual devices in one process
-    ringattention            PyPI's ringattention, the same 2 devices, contiguous, two chunk sizes
+    ours                     this library, striped
+    ringattention            PyPI's ringattention, contiguous, two chunk sizes
     plain-jax                jax.nn.dot_product_attention on a sharded sequence, XLA inserting the communication
     ring-attention-pytorch   PyPI's ring-attention-pytorch, striped, 2 processes over gloo, one thread each
     torch-sdpa               torch's CPU flash kernel, one process with 2 threads: the yardstick
 
-Every contestant lives in processes of its own. Each answer is checked first, gradients too, and one that is wrong as
-shipped is timed but called wrong. Then rounds: in every round each contestant runs once, in a new order, so that a
-machine that slows down slows all of them; medians over the rounds are shown. Neither compiling nor placing the inputs
-counts. Wants an idle machine and most of an hour, nearly all of it for T = 16384.
+The first two run both ways that JAX offers on a CPU: 2 virtual devices in one process, which share a pool of threads,
+and 2 processes with a core each. Every contestant lives in processes of its own. Each answer is checked first,
+gradients too, and one that is wrong as shipped is timed but called wrong. Then rounds: in every round each contestant
+runs once, in a new order, so that a machine that slows down slows all of them; medians over the rounds are shown.
+Neither compiling nor placing the inputs counts. Wants an idle machine and most of an hour, nearly all of it for
+T = 16384.
 """
 
 import argparse
 import dataclasses
 import functools
 import importlib.util
-import pathlib
 import random
 import statistics
 import sys
@@ -80,14 +81,14 @@ def entries() -> list[Entry]:
     ringattention = functools.partial(
         Entry, family="ringattention", kind=contestants.RingAttentionJax, package="ringattention"
     )
-    one_thread = {"pool": 1}
+    processes = {"ranks": contestants.DEVICES}
     return [
-        ours("ours, striped(1), NPROC=1", options={"layout": "striped", **one_thread}),
+        ours("ours, striped(1), 2 processes", options={"layout": "striped"}, **processes),
         ours("ours, striped(1)", options={"layout": "striped"}),
         ringattention("ringattention, chunks 128", options={"chunk": 128}),
         ringattention("ringattention, chunks 512", options={"chunk": 512}),
-        ringattention("ringattention, chunks 128, NPROC=1", options={"chunk": 128, **one_thread}),
-        ringattention("ringattention, chunks 512, NPROC=1", options={"chunk": 512, **one_thread}),
+        ringattention("ringattention, chunks 128, 2 processes", options={"chunk": 128}, **processes),
+        ringattention("ringattention, chunks 512, 2 processes", options={"chunk": 512}, **processes),
         Entry("plain JAX, sharded sequence", "plain-jax", contestants.PlainJax),
         Entry(
             *("ring-attention-pytorch, striped", "ring-attention-pytorch", contestants.RingAttentionTorch),
@@ -106,7 +107,8 @@ def start(entry: Entry, cores: list[int], seed: int) -> None:
         return
     record.progress("starting", entry.name)
     try:
-        entry.team = Team(entry.kind, [set(cores)] * entry.ranks, seed=seed, **entry.options)
+        own = [set(cores)] if entry.ranks == 1 else [{core} for core in cores]
+        entry.team = Team(entry.kind, own, seed=seed, **entry.options)
     except WorkerError as error:
         entry.status = f"does not start: {error}"
         record.progress(entry.name, entry.status)
@@ -260,27 +262,12 @@ def _fastest(field: list[Entry], lengths: list[int]) -> dict[int, Any]:
     }
 
 
-def parse(words: list[str] | None = None) -> argparse.Namespace:
+def parse() -> argparse.Namespace:
     families = list(dict.fromkeys(entry.family for entry in entries()))
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=f"The peers are an optional extra: {INSTALL}. Those that are missing are left out.",
-    )
-    add = functools.partial(parser.add_argument, metavar="N", type=int)
-    add("--lengths", nargs="+", default=[2048, 4096, 8192, 16384], help="texts to time (2048 4096 8192 16384)")
-    add("--rounds", default=7, help="runs of each contestant, length and kind (7)")
-    add("--check-length", default=2048, help="text on which output and gradients are compared with float64 (2048)")
-    add("--seed", default=0, help="of the inputs and of the order within a round (0)")
+    epilog = f"The peers are an optional extra: {INSTALL}. Those that are missing are left out."
+    parser = record.parser("cpu_peers", __doc__, rounds=7, epilog=epilog)
     parser.add_argument("--only", nargs="+", choices=families, default=families, help="contestants; ours always runs")
-    path = record.RESULTS / "cpu_peers.json"
-    parser.add_argument("--output", type=pathlib.Path, default=path, help="where the JSON goes (benchmarks/results/)")
-    arguments = parser.parse_args(words)
-    if any(length < 1 or length % 1024 for length in (*arguments.lengths, arguments.check_length)):
-        parser.error("lengths must be multiples of 1024, which 2 devices can share in chunks of 512")
-    if arguments.rounds < 1:
-        parser.error("--rounds must be at least 1")
-    return arguments
+    return record.parse(parser, 1024, "2 devices can share in chunks of 512")
 
 
 def main() -> int:

@@ -3,7 +3,9 @@
 A result is one JSON document: hardware, versions, configuration, commit, every sample. Reports only read that file.
 """
 
+import argparse
 import datetime
+import functools
 import importlib.metadata
 import json
 import os
@@ -17,6 +19,31 @@ from typing import Any
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 PACKAGES = ("striped-attention", "jax", "jaxlib", "numpy", "torch", "ringattention", "ring-attention-pytorch")
+
+
+def parser(benchmark: str, description: str | None, rounds: int, **more: Any) -> argparse.ArgumentParser:
+    """The options that all benchmarks share."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, **more
+    )
+    add = functools.partial(parser.add_argument, metavar="N", type=int)
+    add("--lengths", nargs="+", default=[2048, 4096, 8192, 16384], help="texts to time (2048 4096 8192 16384)")
+    add("--rounds", default=rounds, help=f"runs of each contestant, length and kind ({rounds})")
+    add("--check-length", default=2048, help="text on which output and gradients are compared with float64 (2048)")
+    add("--seed", default=0, help="of the inputs and of the order within a round (0)")
+    path = RESULTS / f"{benchmark}.json"
+    parser.add_argument("--output", type=pathlib.Path, default=path, help="where the JSON goes (benchmarks/results/)")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, multiple: int, why: str) -> argparse.Namespace:
+    """The options of this run, with lengths that every contestant can do."""
+    arguments = parser.parse_args()
+    if any(length < 1 or length % multiple for length in (*arguments.lengths, arguments.check_length)):
+        parser.error(f"lengths must be multiples of {multiple}, which {why}")
+    if arguments.rounds < 1:
+        parser.error("--rounds must be at least 1")
+    return arguments
 
 
 def metadata(benchmark: str, configuration: dict[str, Any]) -> dict[str, Any]:
