@@ -30,7 +30,7 @@ from workers import Team, WorkerError
 LAYOUTS: dict[str, dict[str, Any]] = {
     "contiguous": {"layout": "contiguous"},
     "striped(1)": {"layout": "striped"},
-    "striped(128)": {"layout": "striped", "stripe": 128},
+    "striped(256)": {"layout": "striped", "stripe": 256},
     "zigzag": {"layout": "zigzag"},
 }
 Samples = dict[str, dict[str, list[float]]]

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 import striped_attention as sa
+from striped_attention.kernel_xla import DEFAULT_TILE
 from striped_attention.oracle import dense_attention
 from striped_attention.plan import count_tiles
 
@@ -34,7 +35,7 @@ def check() -> None:
 
 def show_work() -> None:
     """How many tiles every device runs, and how long the ring takes: every step waits for its busiest device."""
-    length, tile = 65_536, (128, 128)
+    length, tile = 65_536, DEFAULT_TILE
     print(f"Tiles of {tile[0]} × {tile[1]} that each device runs for {length} tokens (causal, one head):\n")
     print(f"{'layout':14}" + "".join(f"{f'dev {d}':>8}" for d in range(DEVICES)) + f"{'critical path':>16}")
     paths = []
@@ -47,6 +48,7 @@ def show_work() -> None:
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
     check()
     show_work()

@@ -62,7 +62,7 @@ def attention(
       kernel: "auto" or the name of a kernel.
       tile: the kernel's tile, queries × keys, or one number for a square; the kernel knows a good default.
       length: the number of real tokens, when the arrays were padded; what lies past it is never seen. A `documents`
-        mask knows it already.
+        mask knows it already, unless the arrays were padded further than they need.
 
     Returns:
       An array of the shape and dtype of `query`. Rows that see no key, padding among them, are 0.
@@ -121,6 +121,8 @@ def attention_shard(
             f"axis_name must be a mesh axis of the shard_map around this call; {axis_name!r} is not. Outside of "
             f"shard_map call `attention`."
         ) from None
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    sinks = None if sinks is None else jnp.asarray(sinks)
     _check_arrays(query, key, value, bias, sinks)
     padded_length = query.shape[1] * devices
     length = _check_length(padded_length, length, mask, layout, devices)
@@ -134,11 +136,14 @@ def attention_shard(
         if array is not None and array.shape[1] != query.shape[1]:
             raise ValueError(
                 f"The mask's part on this device covers {array.shape[1]} slots, the query's {query.shape[1]}. Give "
-                f"shard_map the same spec for the mask as for [batch, length] of the query."
+                f"shard_map the same spec for the mask as for [batch, length] of the query, and if the arrays were "
+                f"padded further than they need, mask.permute(layout, devices, slots={padded_length})."
             )
     _check_batch(mask, query.shape[0])
     tile = _check_options(scale, softcap, kernel, tile)
-    _check_kernel(kernel, dtype=query.dtype, softcap=softcap, bias=bias, mask=mask, layout=layout)
+    _check_kernel(
+        *(kernel, query, key), softcap=softcap, bias=bias, mask=mask, layout=layout, devices=devices, tile=tile
+    )
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)
     ring = Ring(axis_name, devices, layout, length, padded_length, _kernel(kernel), scale, softcap, tile)
@@ -271,8 +276,17 @@ def _check_length(padded_length: int, length: Any, mask: Any, layout: Any, devic
             f"do not fit long sequences."
         )
     layout.positions(0, padded_length, devices)
-    length = check_whole("length", mask.length or padded_length if length is None else length)
-    if not 1 <= length <= padded_length:
+    if length is None and mask.length is not None:
+        fitting = layout.padded_length(mask.length, devices)
+        if fitting != padded_length:
+            raise ValueError(
+                f"The mask was made for a text of {mask.length} tokens (the width of its segment ids), which "
+                f"{layout!r} pads to {fitting} on {devices} devices; the arrays hold {padded_length}. Make the mask "
+                f"from segment ids of the same text, or pass length={mask.length} if the rest is padding."
+            )
+        length = mask.length
+    length = check_whole("length", padded_length if length is None else length)
+    if length > padded_length:
         raise ValueError(
             f"length, the number of real tokens, must be between 1 and the arrays' length {padded_length}; "
             f"got {length}."
@@ -306,10 +320,10 @@ def _check_options(scale: Any, softcap: Any, kernel: str, tile: Any) -> tuple[in
     return check_whole("tile", pair[0]), check_whole("tile", pair[1])
 
 
-def _check_kernel(name: str, **what: Any) -> None:
-    reason = _kernel(name).unsupported(**what)
+def _check_kernel(name: str, query: Array, key: Array, **what: Any) -> None:
+    reason = _kernel(name).unsupported(query, key, **what)
     if reason is not None:
-        able = [other for other in KERNELS if _kernel(other).unsupported(**what) is None]
+        able = [other for other in KERNELS if _kernel(other).unsupported(query, key, **what) is None]
         raise NotImplementedError(f"Kernel {name!r} cannot do this: {reason} Use kernel={able[0]!r}.")
 
 

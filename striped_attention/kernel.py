@@ -11,10 +11,11 @@ integer vectors, `start` and `end`: query row i sees the key slots `[start[i], e
   float32 whatever the inputs are (float64 for float64). A row that sees no key gives out = 0 and lse = -inf.
 * `attend_grad` is given the `out` and `lse` of the *whole* row, all blocks merged: exp(score - lse) is then the final
   probability. It returns float32 gradients (the caller adds them up over blocks); a row without keys adds nothing.
-* `unsupported(...)` says in a sentence what a kernel cannot do, or None. Nobody ignores an option.
+* `unsupported(q, k, softcap=, bias=, mask=, layout=, devices=, tile=)` says in a sentence what a kernel cannot do, or
+  None. It looks only at the shapes and dtypes of q and k. Nobody ignores an option.
 
-Because the ranges are monotone, a row of tiles needs exactly the key tiles between the start of its first row and the
-end of its last row: `tile_spans`. Kernels run these tiles and no others; the plan counts them with the same function.
+Because the ranges are monotone, a row of tiles needs the key tiles from the first key that one of its queries sees to
+the last one: `tile_spans`. Kernels run these tiles and no others; the plan counts them with the same function.
 """
 
 import dataclasses
@@ -23,11 +24,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from striped_attention.bias import Bias
-from striped_attention.layout import namespace
+from striped_attention.layout import INT32_MAX, namespace
 
 
 def accumulator(dtype: Any) -> Any:
@@ -48,9 +48,10 @@ def merge(a: Partial, b: Partial) -> Partial:
     top = jnp.where(jnp.isneginf(top), 0, top)
     weight_a, weight_b = jnp.exp(a.lse - top), jnp.exp(b.lse - top)
     total = weight_a + weight_b
-    share = 1 / jnp.where(total == 0, 1, total)
-    out = a.out * (weight_a * share)[..., None] + b.out * (weight_b * share)[..., None]
-    return Partial(out, top + jnp.log(total))
+    nothing = total == 0
+    total = jnp.where(nothing, 1, total)
+    out = a.out * (weight_a / total)[..., None] + b.out * (weight_b / total)[..., None]
+    return Partial(out, jnp.where(nothing, -jnp.inf, top + jnp.log(total)))
 
 
 @jax.tree_util.register_dataclass
@@ -93,14 +94,17 @@ class Spans(NamedTuple):
 def tile_spans(start: Any, end: Any, tile_q: int, tile_k: int) -> Spans:
     """The key tiles that each row of `tile_q` queries needs; `start` and `end` are [rows, queries], NumPy or JAX.
 
-    The last row of tiles may be shorter than the others.
+    From the first key that one of its queries sees to the last one. The last row of tiles may be shorter than others.
     """
     xp = namespace(start)
-    queries = start.shape[-1]
-    top = np.arange(0, queries, tile_q)
-    bottom = np.minimum(top + tile_q, queries) - 1
-    first = start[..., top] // tile_k
-    last = xp.where(start[..., top] < end[..., bottom], -(-end[..., bottom] // tile_k), first)
-    inner_first = xp.clip(-(-start[..., bottom] // tile_k), first, last)
-    inner_last = xp.clip(end[..., top] // tile_k, inner_first, last)
+    rows, queries = start.shape
+    pad = [(0, 0), (0, -queries % tile_q)]
+    by_tile = lambda x: xp.pad(x, pad, mode="edge").reshape(rows, -1, tile_q)  # noqa: E731
+    start, end = by_tile(start), by_tile(end)
+    seeing = start < end  # a query without keys needs no tile, wherever its empty range lies
+    some = seeing.any(axis=-1)
+    first = xp.where(some, xp.where(seeing, start, INT32_MAX).min(axis=-1) // tile_k, 0)
+    last = xp.where(some, -(-xp.where(seeing, end, 0).max(axis=-1) // tile_k), 0)
+    inner_first = xp.clip(-(-start[..., -1] // tile_k), first, last)
+    inner_last = xp.clip(end[..., 0] // tile_k, inner_first, last)
     return Spans(first, inner_first, inner_last, last)

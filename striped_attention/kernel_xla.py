@@ -25,7 +25,7 @@ from striped_attention.kernel import Block, Partial, Spans, accumulator, tile_sp
 DEFAULT_TILE = (256, 256)  # queries × keys: 256 KiB of float32 scores, which a core's second-level cache holds
 
 
-def unsupported(**_: Any) -> None:
+def unsupported(*_: Any, **__: Any) -> None:
     """This kernel does everything."""
 
 
@@ -192,7 +192,7 @@ def _head_forward(tiles: _Tiles, q: Array, k: Array, v: Array, bias: Bias | None
             if masked:
                 scores = jnp.where(_visible(tiles, row_start, row_end, j * tile_k, axis=0), scores, -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-            shift = jnp.where(jnp.isneginf(new_top), 0, new_top) if masked else new_top
+            shift = jnp.where(jnp.isneginf(new_top), 0, new_top)  # a row that has seen nothing yet: no -inf - -inf
             p = jnp.exp(scores - shift[:, None])
             fade = jnp.exp(top - shift)
             return new_top, total * fade + jnp.sum(p, axis=1), acc * fade[:, None] + _dot(p, value)
@@ -226,6 +226,7 @@ def _head_backward(
         dq, dk, dv, dbias = carry
         member, i = r // tiles.tile_rows, r % tiles.tile_rows
         query, row_dout, row_lse, row_delta = (_slice(x, r * tile_q, tile_q) for x in (q, dout, lse, delta))
+        row_lse = jnp.where(jnp.isneginf(row_lse), 0, row_lse)
         row_start, row_end = (_slice(x, i * tile_q, tile_q) for x in (start, end))
         row_bias = jax.tree.map(lambda x: x[member], bias)
 

@@ -88,7 +88,15 @@ class Mask:
 
         `slots` is the length of the arrays that the mask serves, if they were padded to more than `permute` pads to.
         """
-        if self.length is None or self.placed == (layout, devices):
+        if self.length is None:
+            return self
+        if self.placed == (layout, devices):
+            width = next(x.shape[1] for x in (self.lo, self.hi) if x is not None)
+            if slots is not None and slots != width:
+                raise ValueError(
+                    f"This mask was permuted for arrays of {width} slots, but these have {slots}. Permute it with "
+                    f"mask.permute(layout, devices, slots={slots})."
+                )
             return self
         if self.placed is not None:
             raise ValueError(
@@ -187,9 +195,9 @@ def _check_runs(segment_ids: np.ndarray, first: np.ndarray) -> None:
     for row, (ids, starts) in enumerate(zip(segment_ids, first, strict=True)):
         opened, count = np.unique(ids[starts], return_counts=True)
         if (count > 1).any():
-            again = opened[count > 1][0]
+            again, runs = opened[count > 1][0], count[count > 1][0]
             raise ValueError(
-                f"Equal segment ids must lie together; in row {row} id {again} appears in {count.max()} separate runs. "
+                f"Equal segment ids must lie together; in row {row} id {again} appears in {runs} separate runs. "
                 f"Give every document an id of its own."
             )
 

@@ -36,7 +36,7 @@ class Shape:
     bias: str | None = None
     sinks: bool = False
 
-    def arrays(self, seed: int = 0, magnitude: float = 1.0) -> dict[str, np.ndarray]:
+    def arrays(self, seed: int = 0) -> dict[str, np.ndarray]:
         """Random inputs, and the gradient `dout` that comes back into the output."""
         rng = np.random.default_rng(seed)
         shapes = {
@@ -50,7 +50,6 @@ class Shape:
         if self.sinks:
             shapes["sinks"] = (self.heads,)
         arrays = {name: rng.standard_normal(shape).astype(self.dtype) for name, shape in shapes.items()}
-        arrays["q"] = arrays["q"] * np.asarray(magnitude, self.dtype)
         if self.bias == "alibi":
             arrays["bias"] = np.abs(arrays["bias"])
         return arrays

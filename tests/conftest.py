@@ -3,6 +3,7 @@
 import jax
 from jaxtyping import install_import_hook
 
+jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -157,12 +157,13 @@ def test_extreme_sinks_give_finite_gradients(sink):
 
 
 def test_arrays_padded_to_more_than_they_need():
-    """A batch padded to a fixed size, with a documents mask made for the real tokens alone."""
+    """A batch padded to a fixed size, with a documents mask made for the real tokens alone: `length` says so."""
     layout, devices, length, slots = sa.striped(), 4, 9, 16
     ids = np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2]])
     x = np.random.default_rng(0).standard_normal((1, slots, 2, 4)).astype("float32")
     q = layout.permute(x, devices, axis=1)
-    out = sa.attention(q, q, q, mesh=mesh_of(devices), axis_name="sequence", layout=layout, mask=sa.documents(ids))
+    options = dict(mesh=mesh_of(devices), axis_name="sequence", layout=layout, length=length)
+    out = sa.attention(q, q, q, mask=sa.documents(ids), **options)
     wanted = dense_attention(*[x[:, :length]] * 3, sa.documents(ids).dense(length))
     np.testing.assert_allclose(layout.restore(out, devices, axis=1, length=length), wanted, atol=1e-5)
 

@@ -58,7 +58,18 @@ BAD_CALLS = {
         {"mask": sa.documents(IDS[:, :9]), "length": 16},
         r"made for a text of 9 tokens.*has 16",
     ),
-    "a mask longer than the text": ({"mask": sa.documents(np.zeros((1, 20), int))}, r"between 1 and .*16; got 20"),
+    "a mask longer than the text": (
+        {"mask": sa.documents(np.zeros((1, 20), int))},
+        r"made for a text of 20 tokens.*pads to 20 on 4 devices; the arrays hold 16",
+    ),
+    "a mask shorter than the text": (
+        {"mask": sa.documents(IDS[:, :9])},
+        r"made for a text of 9 tokens.*pads to 12 on 4 devices; the arrays hold 16.*length=9",
+    ),
+    "a mask permuted for fewer slots": (
+        {"mask": sa.documents(IDS[:, :9]).permute(sa.striped(), 4), "length": 9},
+        r"permuted for arrays of 12 slots, but these have 16.*slots=16",
+    ),
     "a mask for another batch": ({"mask": sa.documents(np.zeros((3, 16), int))}, r"each of the 1 sequences.*got 3"),
     "a mask for another layout": (
         {"mask": sa.documents(IDS).permute(sa.zigzag(), 4)},
@@ -138,6 +149,10 @@ BAD_PARTS = {
         lambda: sa.striped().restore(np.zeros(8), 4, 0, length=9),
         r"between 1 and .*8; got 9",
     ),
+    "restore to half a token": (
+        lambda: sa.striped().restore(np.zeros(8), 4, 0, length=2.5),
+        r"length must be a whole number.*got 2.5",
+    ),
     "an axis that is not there": (lambda: sa.striped().permute(np.zeros(8), 4, 1), r"1 dimensions; got axis=1"),
     "a dense picture of another length": (lambda: sa.documents(IDS).dense(8), r"made for a text of 16 tokens.*has 8"),
     "a dense picture in layout order": (
@@ -215,7 +230,7 @@ class NoSoftcap:
     attend, attend_grad = staticmethod(kernel_xla.attend), staticmethod(kernel_xla.attend_grad)
 
     @staticmethod
-    def unsupported(*, softcap, **_):
+    def unsupported(query, key, *, softcap, **_):
         return None if softcap is None else "it has no softcap."
 
 

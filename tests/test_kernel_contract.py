@@ -21,6 +21,9 @@ SHAPES = [
 OPTIONS = {
     "softcap": {"softcap": 2.0, "scale": 0.7},
     "alibi": {"bias": lambda x: sa.alibi(abs(x[:, 0]) / 16)},
+    "a bias of -inf": {
+        "bias": lambda x: sa.relative_bias(x.T.at[3].set(-jnp.inf), bidirectional=True, max_distance=20)
+    },
     "relative": {"bias": lambda x: sa.relative_bias(x.T, bidirectional=True, max_distance=40), "softcap": 3.0},
 }
 
@@ -170,6 +173,34 @@ def test_merge_is_associative_and_has_an_identity():
     assert np.isneginf(nothing.lse).all()
 
 
+def test_merge_has_a_gradient_where_nothing_is_seen():
+    nothing = Partial(jnp.zeros((1, 2, 1, 4)), jnp.full((1, 2, 1), -jnp.inf))
+    something = Partial(jnp.ones((1, 2, 1, 4)), jnp.zeros((1, 2, 1)))
+    for last in (something, nothing):
+        grads = jax.grad(lambda a, b, c: merge(merge(a, b), c).out.sum(), argnums=(0, 1, 2))(nothing, nothing, last)
+        assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
+
+
+def test_heads_all_at_once_give_the_same_as_one_by_one(monkeypatch):
+    """An accelerator takes heads together, a CPU one after the other: both ways are run here."""
+    taken = []
+
+    def all_at_once(*args, cpu, default):
+        taken.append(default)
+        return default(*args)
+
+    shape = SHAPES[0]
+    rng, inputs, dout, positions = make(shape, 0)
+    start, end = random_ranges(rng, shape[0], shape[1], shape[2])
+    expected = oracle(inputs, start, end, positions, OPTIONS["relative"], dout)
+    jax.clear_caches()
+    monkeypatch.setattr(jax.lax, "platform_dependent", all_at_once)
+    actual = kernel_run(KERNELS["xla"], shape[-1], inputs, start, end, positions, OPTIONS["relative"], dout)
+    jax.clear_caches()
+    assert len(taken) == 2, "forward and backward"
+    assert_close(actual, expected)
+
+
 def test_tile_spans_cover_exactly_what_is_seen():
     rng = np.random.default_rng(0)
     for _ in range(300):
@@ -180,9 +211,12 @@ def test_tile_spans_cover_exactly_what_is_seen():
         for row, (first, inner_first, inner_last, last) in enumerate(np.stack(spans)[:, 0].T):
             rows = seen[row * tile_q : (row + 1) * tile_q]
             columns = np.flatnonzero(rows.any(axis=0))
-            if len(columns):
-                assert first <= columns[0] // tile_k
-                assert columns[-1] // tile_k < last
+            if len(columns):  # from the first key seen to the last one, no further
+                assert (first, last) == (columns[0] // tile_k, columns[-1] // tile_k + 1)
+            else:
+                assert first == last
             assert first <= inner_first <= inner_last <= last
             assert rows[:, inner_first * tile_k : inner_last * tile_k].all()
-            assert last * tile_k < keys + tile_k
+            unmasked = [j for j in range(first, last) if rows[:, j * tile_k : (j + 1) * tile_k].all()]
+            whole = [j for j in unmasked if (j + 1) * tile_k <= keys]
+            assert inner_last - inner_first == len(whole)

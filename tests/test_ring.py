@@ -178,6 +178,28 @@ def test_the_plan_shows_what_stripes_are_for():
     assert count_pairs(sa.striped(), sa.causal(), 4096, 8).sum() == 4096 * 4097 // 2
 
 
+@pytest.mark.parametrize("layout", [sa.contiguous(), sa.striped(), sa.striped(4), sa.zigzag()], ids=repr)
+@pytest.mark.parametrize("mask", [sa.full(), sa.causal(), sa.sliding_window(9), sa.prefix(11)], ids=repr)
+def test_the_plan_runs_no_tile_without_a_visible_pair(layout, mask):
+    """Counted tile by tile in the whole picture, whatever `tile_spans` says."""
+    length, devices, tile = 60, 4, (5, 3)
+    padded = layout.padded_length(length, devices)
+    picture = np.zeros((padded, padded), bool)
+    picture[:length, :length] = mask.dense(length)
+    order = layout.order(padded, devices).reshape(devices, -1)
+    counted = np.zeros((devices, devices), int)
+    for device in range(devices):
+        for step in range(devices):
+            block = picture[np.ix_(order[device], order[(device - step) % devices])]
+            tiles = [
+                block[i : i + tile[0], j : j + tile[1]].any()
+                for i in range(0, len(block), tile[0])
+                for j in range(0, len(block), tile[1])
+            ]
+            counted[device, step] = sum(tiles)
+    np.testing.assert_array_equal(count_tiles(layout, mask, length, devices, tile), counted)
+
+
 def test_the_plan_counts_documents_like_their_picture():
     ids = random_segments(np.random.default_rng(0), 2, 50, longest=20)
     mask = sa.documents(ids)
