@@ -21,9 +21,6 @@ SHAPES = [
 OPTIONS = {
     "softcap": {"softcap": 2.0, "scale": 0.7},
     "alibi": {"bias": lambda x: sa.alibi(abs(x[:, 0]) / 16)},
-    "a bias of -inf": {
-        "bias": lambda x: sa.relative_bias(x.T.at[3].set(-jnp.inf), bidirectional=True, max_distance=20)
-    },
     "relative": {"bias": lambda x: sa.relative_bias(x.T, bidirectional=True, max_distance=40), "softcap": 3.0},
 }
 
@@ -108,6 +105,24 @@ def test_every_option(kernel, shape, name):
     start, end = random_ranges(rng, shape[0], shape[1], shape[2])
     expected = oracle(inputs, start, end, positions, OPTIONS[name], dout)
     assert_close(kernel_run(kernel, shape[-1], inputs, start, end, positions, OPTIONS[name], dout), expected)
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+def test_a_bias_of_minus_infinity_hides_keys(kernel):
+    """Whole tiles of them, for some queries all of them, though the mask shows every key."""
+    shape = (1, 16, 40, 4, 2, 8, (8, 8))
+    _, inputs, dout, _ = make(shape, 0)
+    start, end = np.zeros((1, 16), np.int32), np.full((1, 16), 40, np.int32)
+    positions = np.r_[30:42, 80:84].astype(np.int32), np.arange(40, dtype=np.int32)
+
+    def bias(weights):  # far back is the last of the 4 buckets for keys before the query
+        return sa.relative_bias(weights.T.at[3].set(-jnp.inf), bidirectional=True, max_distance=16)
+
+    expected = oracle(inputs, start, end, positions, {"bias": bias}, dout)
+    actual = kernel_run(kernel, shape[-1], inputs, start, end, positions, {"bias": bias}, dout)
+    assert np.isneginf(actual[1][0, -4:]).all()
+    assert np.isfinite(actual[1][0, :-4]).all()
+    assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
