@@ -1,4 +1,4 @@
-"""Record: what a benchmark writes down beside its numbers, and how it prints them.
+"""Record: the options all benchmarks share, what they write down beside their numbers, and how they print them.
 
 A result is one JSON document: hardware, versions, configuration, commit, every sample. Reports only read that file.
 """

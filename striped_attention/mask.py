@@ -94,8 +94,8 @@ class Mask:
             width = next(x.shape[1] for x in (self.lo, self.hi) if x is not None)
             if slots is not None and slots != width:
                 raise ValueError(
-                    f"This mask was permuted for arrays of {width} slots, but these have {slots}. Permute it with "
-                    f"mask.permute(layout, devices, slots={slots})."
+                    f"This mask was permuted for arrays of {width} slots, but these have {slots}. Permute the mask "
+                    f"that `documents` returned with mask.permute(layout, devices, slots={slots})."
                 )
             return self
         if self.placed is not None:

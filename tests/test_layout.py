@@ -30,9 +30,7 @@ def test_every_token_has_one_slot_and_slots_are_sorted(layout, devices, length):
 @given(layout=layouts, devices=st.integers(1, 9), length=st.integers(1, 200))
 def test_count_before_counts(layout, devices, length):
     padded = layout.padded_length(length, devices)
-    limits = np.concatenate(
-        [np.arange(-3, padded + 4), [-(2**40), 2**40]]
-    )  # positions past the text count nothing more
+    limits = np.concatenate([np.arange(-3, padded + 4), [-(2**40), 2**40]])  # nothing lies outside the text
     for device in range(devices):
         positions = layout.positions(device, padded, devices)
         expected = (positions[None, :] < limits[:, None]).sum(axis=1)
