@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python
 .PHONY: help setup demo test lint fuzz bench clean
 
 help:
-	@echo "make demo    run Striped Attention on 8 virtual devices, check it, show each device's work"
+	@echo "make demo    train a small model on 8 virtual devices, and see what the stripes are worth"
 	@echo "make test    lint, check types, run all tests          (PYTHON=python3.12, JAX=jax==0.11.2 choose versions)"
 	@echo "make fuzz    random cases against the oracle           (CASES=10000)"
 	@echo "make bench   compare with other libraries on this CPU  (installs the extra 'peers', with torch)"
@@ -32,7 +32,7 @@ $(VENV)/ready: pyproject.toml
 	@touch $@
 
 demo: setup
-	$(RUN) examples/quickstart.py
+	$(RUN) examples/train_demo.py
 
 test: setup lint
 	$(RUN) -m pytest

@@ -23,12 +23,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from striped_attention.bias import Bias
 from striped_attention.kernel import Block, Kernel, Partial, accumulator, merge
 from striped_attention.layout import Layout
 from striped_attention.mask import Mask
+
+# What a backward pass needs of a forward pass besides q, k and v. jax.checkpoint with the policy
+# jax.checkpoint_policies.save_only_these_names(*SAVED) recomputes everything else, but never the ring.
+SAVED = ("attention_out", "attention_lost", "attention_lse")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,11 +148,14 @@ def _forward(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: A
     if sinks is not None:  # a sink is a key that everybody sees and whose value is 0
         sink = jnp.broadcast_to(sinks.astype(dtype), result.lse.shape)
         result = merge(result, Partial(jnp.zeros_like(result.out), sink))
-    out = result.out.astype(q.dtype)
+    out = checkpoint_name(result.out.astype(q.dtype), SAVED[0])
     # dq and dk are small differences of large numbers, one of them out · dout, so the backward pass needs all of out.
     # What rounding takes from it is kept in the inputs' dtype, at half the cost of keeping out in float32.
-    lost = None if q.dtype == dtype else (result.out - out.astype(dtype)).astype(q.dtype)
-    return out, (q, k, v, mask, bias, sinks, out, lost, result.lse)
+    lost = None
+    if q.dtype != dtype:
+        lost = checkpoint_name((result.out - out.astype(dtype)).astype(q.dtype), SAVED[1])
+    lse = checkpoint_name(result.lse, SAVED[2])
+    return out, (q, k, v, mask, bias, sinks, out, lost, lse)
 
 
 def _backward(ring: Ring, residuals: Any, dout: Array) -> Any:

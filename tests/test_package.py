@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PUBLIC = {
     "contiguous", "striped", "zigzag", "causal", "full", "sliding_window", "documents", "prefix", "attention",
@@ -53,7 +55,13 @@ def test_the_readme_example_runs_word_for_word():
         run(block, XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu")
 
 
-def test_the_demo_checks_itself_and_shows_the_work_of_each_device():
+@pytest.mark.parametrize("name", ["flax_nnx", "equinox_model"])
+def test_models_of_other_libraries_give_the_same_losses_and_gradients(name):
+    text = run(f"import runpy; runpy.run_path('examples/{name}.py', run_name='__main__')")
+    assert "largest difference of a gradient" in text
+
+
+def test_the_quickstart_checks_itself_and_shows_the_work_of_each_device():
     text = run("import runpy; runpy.run_path('examples/quickstart.py', run_name='__main__')")
     assert "equals the oracle" in text
     for layout in ("contiguous", "striped", "zigzag"):

@@ -1,0 +1,127 @@
+"""`make demo`: train a small language model with Striped Attention, then see what the stripes are worth.
+
+1. 8 virtual CPU devices train on the sources of Python's standard library, packed documents and all.
+2. The same step, striped and contiguous (Ring Attention), on two processes with a core each: time on the clock.
+3. The same for 8 devices, counted: with more devices than cores the clock only shows the total work.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+
+import jax
+import numpy as np
+
+import striped_attention as sa
+from striped_attention.kernel_xla import DEFAULT_TILE
+from striped_attention.parallel import make_mesh
+from striped_attention.plan import count_tiles
+from striped_attention.training import data, launch
+from striped_attention.training.config import TrainConfig
+from striped_attention.training.step import Program
+from striped_attention.training.trainer import train
+
+DEVICES = 8
+TRAIN = TrainConfig(sequence_length=2048, steps=80, learning_rate=3e-3, warmup=5, dtype="float32", cpu_devices=DEVICES)
+COMPARE = TrainConfig(
+    sequence_length=8192, layers=1, dtype="float32", cpu_devices=1, local_processes=2, stripe=256, data=None
+)
+ROUNDS = 5
+
+
+def learn() -> None:
+    """Part 1."""
+    print(f"1. Training on {DEVICES} virtual CPU devices.\n", flush=True)
+    launch.connect(TRAIN)
+    with tempfile.TemporaryDirectory() as folder:
+        run = dataclasses.replace(TRAIN, checkpoint_dir=pathlib.Path(folder) / "run")
+        train(run)
+        lines = [json.loads(line) for line in (run.checkpoint_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines]
+    tenth = len(losses) // 10
+    first, last = np.mean(losses[:tenth]), np.mean(losses[-tenth:])
+    speed = statistics.median(line["tokens_per_second"] for line in lines)
+    print(f"\n   loss {first:.2f} → {last:.2f} (mean of the first and last {tenth} steps)   {sketch(losses)}")
+    print(f"   {speed:,.0f} tokens/s on {os.cpu_count()} cores\n", flush=True)
+    if not last < first - 0.5:
+        raise SystemExit("The loss did not fall: please report this.")
+
+
+def sketch(values: list[float], width: int = 40) -> str:
+    """A curve in one line of text."""
+    means = np.array([part.mean() for part in np.array_split(np.array(values), width)])
+    heights = (means - means.min()) / (means.max() - means.min()) * 7
+    return "".join("▁▂▃▄▅▆▇█"[round(height)] for height in heights)
+
+
+def layouts(config: TrainConfig) -> dict[str, TrainConfig]:
+    ring = dataclasses.replace(config, layout="contiguous", stripe=None)
+    return {"contiguous (Ring Attention)": ring, f"striped({config.stripe})": config}
+
+
+def compare(config: TrainConfig) -> int:
+    """Part 2, run by each of the two processes: steps of both layouts in turn."""
+    launch.connect(config)
+    corpus = data.load(None, None, None, config.model.vocabulary)
+    steps = {}
+    for name, layout in layouts(config).items():
+        program = Program(layout, make_mesh({"data": 1, "sequence": jax.device_count()}))
+        inputs = program.place(data.read(corpus, 0, program.rows, config.sequence_length, config.seed))
+        steps[name] = [program.step, program.fresh_state(), inputs, []]
+        jax.block_until_ready(program.step(program.fresh_state(), inputs))
+    for _ in range(ROUNDS):
+        for entry in steps.values():
+            step, state, inputs, seconds = entry
+            begun = time.perf_counter()
+            entry[1], _ = jax.block_until_ready(step(state, inputs))
+            seconds.append(time.perf_counter() - begun)
+    if jax.process_index() == 0:
+        medians = {name: statistics.median(entry[3]) for name, entry in steps.items()}
+        for name, median in medians.items():
+            print(f"   {name:30} {median:6.2f} s a step, {config.sequence_length / median:8,.0f} tokens/s")
+        ring, striped = medians.values()
+        print(f"   striped is {ring / striped:.2f}× as fast, on the clock\n", flush=True)
+    return 0
+
+
+def count() -> None:
+    """Part 3."""
+    length = 65_536
+    corpus = data.load(None, None, None, 257)
+    documents = sa.documents(data.read(corpus, 0, range(1), length, 0).segments)
+    print(
+        f"3. {DEVICES} devices, {length:,} tokens: critical path, the busiest device of every step added up, in tiles."
+    )
+    print(f"   Counted work of attention, not time.\n\n   {'':30}{'one document':>16}{'packed files':>16}")
+    paths = {}
+    for layout in (sa.contiguous(), sa.striped(), sa.striped(256), sa.zigzag()):
+        masks = (sa.causal(), documents)
+        paths[layout] = [int(count_tiles(layout, m, length, DEVICES, DEFAULT_TILE).max(axis=0).sum()) for m in masks]
+        ring = paths[sa.contiguous()]
+        cells = (f"{n:,} ({base / n:.2f}×)" for n, base in zip(paths[layout], ring, strict=True))
+        print(f"   {layout!r:30}" + "".join(f"{cell:>16}" for cell in cells))
+
+
+def main() -> int:
+    learn()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    print(
+        f"2. One training step of {COMPARE.sequence_length:,} tokens on two processes with a core each.\n", flush=True
+    )
+    if cores >= 2:
+        code = launch.start_local(COMPARE, compare)
+        if code:
+            return code
+    else:
+        print("   Left out: it needs two cores, and there is one. Sharing it, both layouts would take the same time.\n")
+    count()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The command `striped`. Every subcommand's options are one dataclass, from which tyro makes flags and help."""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; the exit code is 0 when all went well, 2 when something asked for cannot be done."""
+    try:
+        import tyro
+
+        from striped_attention.training import config
+    except ModuleNotFoundError as error:
+        return _missing(error)
+    commands = {"train": config.TrainConfig}
+    cli = functools.partial(
+        tyro.extras.subcommand_cli_from_dict, prog="striped", config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    return _guard(lambda: train(cli(commands, args=arguments)))
+
+
+def train(config: Any) -> int:
+    """`striped train`; also what each of several local processes runs."""
+    try:
+        from striped_attention.training import dry_run, launch, trainer
+    except ModuleNotFoundError as error:
+        return _missing(error)
+
+    def run() -> int:
+        if config.dry_run:
+            dry_run.show(config, trainer.mesh_sizes(config, None))
+            return 0
+        if config.local_processes is not None:
+            return launch.start_local(config, train)
+        launch.connect(config)
+        trainer.train(config)
+        return 0
+
+    return _guard(run)
+
+
+def _guard(run: Callable[[], int]) -> int:
+    """Run, and turn what a user can mend into one line and an exit code."""
+    from striped_attention.training.errors import Diverged, UsageError
+
+    try:
+        return run()
+    except (UsageError, Diverged) as error:
+        print(f"striped: {error}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, UsageError) else 1
+
+
+def _missing(error: ModuleNotFoundError) -> int:
+    print(
+        f"striped: the command needs the package {error.name}: pip install 'striped-attention[train]'", file=sys.stderr
+    )
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""Parallel: one mesh with two named axes, and where every array of a model lies on it.
+
+    data       sequences of a batch
+    sequence   slots of a sequence, dealt by the layout
+    both       weights and optimiser state: a device holds an equal part of every matrix (FSDP, ZeRO-3)
+
+The position-wise parts of a model run as *stages*: a stage gathers its weights from all devices in the compute dtype,
+works through its inputs chunk by chunk, and lets everything go but the result. Its backward pass gathers them again,
+recomputes one chunk at a time, adds up the weights' gradients in float32 and hands every device its part of the sum.
+So a device never holds more than one stage's weights nor the inner activations of more than one chunk.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array
+
+P = PartitionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The mesh axes that the logical ones lie on."""
+
+    batch: str = "data"
+    sequence: str = "sequence"
+
+    @property
+    def everything(self) -> tuple[str, str]:
+        return (self.batch, self.sequence)
+
+    @property
+    def tokens(self) -> PartitionSpec:
+        """Of arrays [batch, slots]."""
+        return P(self.batch, self.sequence)
+
+    def weight(self, shape: tuple[int, ...], devices: int, stacked: bool) -> PartitionSpec:
+        """Of a weight: its largest dimension that the devices divide is split. Vectors lie everywhere.
+
+        The first dimension of a stacked weight numbers the layers and is left alone.
+        """
+        own = shape[1:] if stacked else shape
+        fitting = [size for size in own if size % devices == 0]
+        if len(own) < 2 or not fitting:
+            return P()
+        split = shape.index(max(fitting), len(shape) - len(own))
+        return P(*(self.everything if i == split else None for i in range(len(shape))))
+
+
+AXES = Axes()
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Sizes of the axes from a text like "data=2,sequence=4"; an axis that is left out has size 1."""
+    form = f"{AXES.batch}=2,{AXES.sequence}=4"
+    sizes = dict.fromkeys(AXES.everything, 1)
+    named = set()
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if name not in sizes or name in named or not size.isdecimal() or int(size) < 1:
+            raise ValueError(
+                f"The mesh must be written like {form} (each axis once, sizes of 1 or more); got {text!r}."
+            )
+        named.add(name)
+        sizes[name] = int(size)
+    return sizes
+
+
+def check_devices(sizes: dict[str, int], devices: int) -> None:
+    """Raise unless a mesh of these sizes uses every device."""
+    needed = math.prod(sizes.values())
+    if needed != devices:
+        axes = ",".join(f"{name}={size}" for name, size in sizes.items())
+        raise ValueError(
+            f"The mesh {axes} needs {needed} devices, but there are {devices}. Choose sizes with that product; "
+            f"on a CPU --cpu-devices {needed} makes as many virtual devices."
+        )
+
+
+def make_mesh(sizes: dict[str, int]) -> Mesh:
+    """The mesh over all devices of all processes."""
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
+
+
+def stage(
+    function: Callable[..., Any], weights: Any, specs: Any, x: Any, constants: Any, *, chunk: int, dtype: Any
+) -> Any:
+    """`function(weights, x, constants)` on chunks of the slots, with weights gathered from their shards.
+
+    x (differentiated) and constants (not) are pytrees of arrays [batch, slots, ...], and so is the result. `specs` says
+    how the weights are sharded.
+    """
+    leaves, structure = jax.tree.flatten(weights)
+    dims = tuple(map(_split_dimension, jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))))
+    whole = functools.partial(jax.tree.unflatten, structure)
+    inner = lambda leaves, x, constants: function(whole(leaves), x, constants)  # noqa: E731
+    return _stage(inner, dims, chunk, dtype, tuple(leaves), x, constants)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _stage(function: Any, dims: Any, chunk: int, dtype: Any, shards: Any, x: Any, constants: Any) -> Any:
+    return _stage_forward(function, dims, chunk, dtype, shards, x, constants)[0]
+
+
+def _stage_forward(function: Any, dims: Any, chunk: int, dtype: Any, shards: Any, x: Any, constants: Any) -> Any:
+    weights = _gather(shards, dims, dtype)
+    chunks = _Chunks((x, constants), chunk)
+    result = chunks.join(lax.map(lambda part: function(weights, *part), chunks.split((x, constants))))
+    return result, (shards, x, constants)
+
+
+def _stage_backward(function: Any, dims: Any, chunk: int, dtype: Any, residuals: Any, dresult: Any) -> Any:
+    shards, x, constants = residuals
+    weights = _gather(shards, dims, dtype)
+    chunks = _Chunks((x, constants), chunk)
+
+    def step(total: Any, part: Any) -> Any:
+        x, constants, dresult = part
+        _, gradient = jax.vjp(lambda weights, x: function(weights, x, constants), weights, x)
+        dweights, dx = gradient(dresult)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, dweights), dx
+
+    nothing = tuple(jnp.zeros_like(w, dtype=shard.dtype) for w, shard in zip(weights, shards, strict=True))
+    total, dx = lax.scan(step, nothing, chunks.split((x, constants, dresult)))
+    return _scatter(total, dims), chunks.join(dx), None
+
+
+_stage.defvjp(_stage_forward, _stage_backward)
+
+
+class _Chunks:
+    """Cuts arrays [batch, slots, ...] into equal chunks of the slots, the last one padded, and joins them again."""
+
+    def __init__(self, arrays: Any, chunk: int) -> None:
+        self.slots = jax.tree.leaves(arrays)[0].shape[1]
+        self.count = -(-self.slots // chunk)
+        self.size = -(-self.slots // self.count)
+
+    def split(self, arrays: Any) -> Any:
+        def one(x: Array) -> Array:
+            x = jnp.pad(x, [(0, 0), (0, self.count * self.size - self.slots), *[(0, 0)] * (x.ndim - 2)])
+            return jnp.moveaxis(x.reshape(x.shape[0], self.count, self.size, *x.shape[2:]), 1, 0)
+
+        return jax.tree.map(one, arrays)
+
+    def join(self, chunks: Any) -> Any:
+        def one(x: Array) -> Array:
+            x = jnp.moveaxis(x, 0, 1)
+            return x.reshape(x.shape[0], -1, *x.shape[3:])[:, : self.slots]
+
+        return jax.tree.map(one, chunks)
+
+
+def _split_dimension(spec: PartitionSpec) -> int | None:
+    return next((i for i, entry in enumerate(spec) if entry is not None), None)
+
+
+def _gather(shards: tuple[Array, ...], dims: tuple[int | None, ...], dtype: Any) -> tuple[Array, ...]:
+    """Whole weights from every device's shards, travelling in the compute dtype."""
+
+    def one(shard: Array, dim: int | None) -> Array:
+        if dim is None:
+            return lax.pcast(shard.astype(dtype), AXES.everything, to="varying")
+        return lax.all_gather(shard.astype(dtype), AXES.everything, axis=dim, tiled=True)
+
+    return tuple(map(one, shards, dims))
+
+
+def _scatter(total: tuple[Array, ...], dims: tuple[int | None, ...]) -> tuple[Array, ...]:
+    """The sum over all devices, each with its part: the transpose of `_gather`, in the dtype of the sums."""
+
+    def one(x: Array, dim: int | None) -> Array:
+        if dim is None:
+            return lax.psum(x, AXES.everything)
+        return lax.psum_scatter(x, AXES.everything, scatter_dimension=dim, tiled=True)
+
+    return tuple(map(one, total, dims))

@@ -1,0 +1,179 @@
+"""Checkpoint: save a run's state while it goes on, and find it again, whole.
+
+A checkpoint is a folder named after its step. Orbax writes it in the background under another name and renames it when
+all of it is on disk, so what carries a number is complete: a process that is killed while saving loses that save only.
+Beside the arrays it holds a small JSON: the model's shape, the place in the data, what the data was, and a checksum of
+every array, so that a disk that has changed a byte is found out.
+"""
+
+import dataclasses
+import json
+import logging
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from jax import lax
+
+from striped_attention._version import __version__
+from striped_attention.training.errors import UsageError
+from striped_attention.training.step import State
+
+FORMAT = "striped_attention training state 1"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """What a checkpoint says besides its arrays. `rows` counts sequences drawn from the data so far."""
+
+    step: int
+    rows: int
+    model: dict[str, Any]
+    corpus: str
+    seed: int
+
+    def as_json(self) -> dict[str, Any]:
+        return {"format": FORMAT, "written_by": __version__, **dataclasses.asdict(self)}
+
+
+class Checkpoints:
+    """The checkpoints of one run in one folder."""
+
+    def __init__(self, folder: pathlib.Path, keep: int) -> None:
+        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells of every step it takes
+        self.folder = folder.absolute()
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+        except OSError as error:
+            raise UsageError(f"--checkpoint-dir {folder} cannot be used: {error.strerror or error}.") from error
+        self.saved: int | None = self._manager.latest_step()
+        self._saving: int | None = None
+        self._checksums: dict[str, int] = {}
+
+    def save(self, state: State, place: Place) -> None:
+        """Start to save; returns as soon as the arrays are copied. Waits for the save before it."""
+        self.wait()
+        self._saving = place.step
+        said = {**place.as_json(), "checksums": checksums(state)}
+        arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), place=ocp.args.JsonSave(said))
+        try:
+            self._manager.save(place.step, args=arguments, force=True)
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def wait(self) -> None:
+        """Return when everything is on disk, or say what was not."""
+        if self._saving is None:
+            return
+        try:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        except Exception as error:
+            raise self._failed(error) from error
+        self.saved, self._saving = self._saving, None
+
+    def _failed(self, error: Exception) -> UsageError:
+        step, self._saving = self._saving, None
+        kept = "no checkpoint was finished before" if self.saved is None else f"the one of step {self.saved} is whole"
+        return UsageError(
+            f"The checkpoint of step {step} could not be written to {self.folder}: {_first_line(error)}. {kept}. Make "
+            f"room or choose another --checkpoint-dir, and go on with --resume."
+        )
+
+    def place(self, like: Place) -> Place:
+        """What the newest checkpoint says of itself. It must be of the same model and data as `like`."""
+        step = self._manager.latest_step()
+        if step is None:
+            raise UsageError(
+                f"--resume found no checkpoint in {self.folder}. Is it the right folder? Without --resume a run starts "
+                f"at step 0."
+            )
+        try:
+            arguments = ocp.args.Composite(place=ocp.args.JsonRestore())
+            said = self._manager.restore(step, args=arguments)["place"]
+        except Exception as error:
+            raise self._unreadable(step, error) from error
+        if not isinstance(said, dict) or said.get("format") != FORMAT:
+            raise UsageError(
+                f"{self.folder / str(step)} was not written by this version of `striped train` (its format is "
+                f"{said.get('format') if isinstance(said, dict) else None!r}, not {FORMAT!r}). It was left as it is."
+            )
+        self._checksums = said["checksums"]
+        place = Place(**{field.name: said[field.name] for field in dataclasses.fields(Place)})
+        _check_same_run(place, like, self.folder)
+        return place
+
+    def restore(self, step: int, state: State) -> State:
+        """The state of the step that `place` named, laid out like `state`, which holds shapes and shardings only."""
+        try:
+            arguments = ocp.args.Composite(state=ocp.args.StandardRestore(state))
+            found = self._manager.restore(step, args=arguments)["state"]
+        except Exception as error:
+            raise self._unreadable(step, error) from error
+        wrong = [name for name, number in checksums(found).items() if self._checksums.get(name) != number]
+        if wrong:
+            raise self._unreadable(step, ValueError(f"{', '.join(wrong)} is not what was saved"))
+        return found
+
+    def _unreadable(self, step: int, error: Exception) -> UsageError:
+        others = [other for other in self._manager.all_steps() if other != step]
+        advice = f"Move it away to go on from step {max(others)}." if others else "There is no other one here."
+        return UsageError(
+            f"The checkpoint {self.folder / str(step)} cannot be read, it is damaged or foreign: {_first_line(error)}. "
+            f"It was left as it is. {advice}"
+        )
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+def checksums(state: State) -> dict[str, int]:
+    """A number for every array of a state that changes when a bit or the order changes, the same on every mesh."""
+    named, _ = jax.tree_util.tree_flatten_with_path(state)
+    numbers = jax.device_get(_checksums([x for _, x in named]))
+    return {jax.tree_util.keystr(path): int(n) for (path, _), n in zip(named, numbers, strict=True)}
+
+
+@jax.jit
+def _checksums(arrays: list[jax.Array]) -> list[jax.Array]:
+    def one(x: jax.Array) -> jax.Array:
+        weight = jnp.ones(x.shape, jnp.uint32)
+        for dimension, odd in zip(range(x.ndim), (2654435761, 2246822519, 3266489917, 668265263), strict=False):
+            weight = weight + 2 * lax.broadcasted_iota(jnp.uint32, x.shape, dimension) * jnp.uint32(odd)
+        return jnp.sum(lax.bitcast_convert_type(x, jnp.uint32) * weight, dtype=jnp.uint32)
+
+    return list(map(one, arrays))
+
+
+def _check_same_run(place: Place, wanted: Place, folder: pathlib.Path) -> None:
+    """Raise unless a run with these options can go on from a checkpoint."""
+    if place.model != wanted.model:
+        other = [
+            f"{k} {place.model.get(k)} there, {v} here" for k, v in wanted.model.items() if place.model.get(k) != v
+        ]
+        raise UsageError(
+            f"The checkpoint in {folder} is of another model: {', '.join(other)}. Give it the same options."
+        )
+    for name, flag in (("corpus", "--data"), ("seed", "--seed")):
+        there, here = getattr(place, name), getattr(wanted, name)
+        if there != here:
+            raise UsageError(
+                f"The checkpoint in {folder} was trained with another {flag} ({there} there, {here} here). Give the "
+                f"same, or start a new run in another folder."
+            )
+
+
+def write_json(path: pathlib.Path, content: Any) -> None:
+    """Write a file whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0][:300].rstrip(".")

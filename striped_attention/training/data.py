@@ -1,0 +1,209 @@
+"""Data: text in, batches out, as a pure function of a seed and a place, so that a run resumes anywhere, on any mesh.
+
+A corpus is one long row of tokens in which the token `end` closes every document. It is cut into rows of `length`
+tokens, which are drawn in an order shuffled anew for every pass. Documents are packed end to end and never padded: one
+that crosses the end of a row goes on in another row, as a document of its own. The target of a token is the next one;
+the last token of a document has none.
+
+Sources (`load`):
+
+    nothing               the sources of Python's standard library, as bytes: a corpus without a download
+    a text file, a folder text as bytes, or as tokens if a tokenizer.json is given; a file is a document
+    .npy                  whole numbers, one dimension, read where they lie (memmap)
+    .bin                  raw little-endian uint16, or uint32 where the vocabulary is larger than that
+"""
+
+import dataclasses
+import functools
+import hashlib
+import pathlib
+import sysconfig
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from striped_attention.training.errors import UsageError
+
+BYTES = 256  # values of a byte; the token that ends a document comes after them
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corpus:
+    """Tokens end to end. `end` is the token that closes a document, None if nothing marks documents."""
+
+    tokens: np.ndarray
+    end: int | None
+    vocabulary: int
+    source: str
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Tells one corpus from another, so that a run is not resumed on other data. Looks at 4096 tokens."""
+        sample = self.tokens[:: -(-len(self.tokens) // 4096)].astype(np.int64)
+        return f"{len(self.tokens)} tokens, {hashlib.sha256(sample.tobytes()).hexdigest()[:16]}"
+
+
+class Batch(NamedTuple):
+    """[rows, length] each, in text order. `weights` is 0 where there is no target, `segments` numbers documents."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    segments: np.ndarray
+
+    def visible_pairs(self) -> int:
+        """Pairs of a query and a key that the documents let meet."""
+        position = np.arange(self.segments.shape[1])
+        new = np.diff(self.segments, axis=1, prepend=self.segments[:, :1] - 1) != 0
+        start = np.maximum.accumulate(np.where(new, position, 0), axis=1)
+        return int(np.sum(position - start + 1, dtype=np.int64))
+
+
+def read(corpus: Corpus, place: int, rows: range, length: int, seed: int) -> Batch:
+    """Rows of the batch at `place`, which counts the rows that the run has drawn before it."""
+    available = (len(corpus.tokens) - 1) // length
+    if available < 1:
+        raise UsageError(
+            f"{corpus.source} holds {len(corpus.tokens)} tokens, too few for one sequence of {length} and the token "
+            f"after it. Give more data with --data or a smaller --sequence-length."
+        )
+    starts = [_draw(available, place + row, seed) * length for row in rows]
+    text = np.stack([corpus.tokens[start : start + length + 1] for start in starts]).astype(np.int64)
+    if text.min() < 0 or text.max() >= corpus.vocabulary:
+        wrong = text.max() if text.max() >= corpus.vocabulary else text.min()
+        raise UsageError(
+            f"{corpus.source} holds the token {wrong}, but the vocabulary is {corpus.vocabulary}. Give the model the "
+            f"vocabulary of the data with --vocabulary, or data of the right kind."
+        )
+    text = text.astype(np.int32)
+    tokens, targets = text[:, :-1], text[:, 1:]
+    ended = np.zeros_like(tokens) if corpus.end is None else (tokens == corpus.end).astype(np.int32)
+    segments = np.cumsum(ended, axis=1, dtype=np.int32) - ended
+    return Batch(tokens, targets, 1 - ended.astype(np.float32), segments)
+
+
+def _draw(available: int, place: int, seed: int) -> int:
+    """The row of the corpus that is drawn at a place."""
+    return int(_order(available, place // available, seed)[place % available])
+
+
+@functools.lru_cache(maxsize=2)
+def _order(available: int, epoch: int, seed: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(available)
+
+
+def load(path: pathlib.Path | None, tokenizer: pathlib.Path | None, end: int | None, vocabulary: int) -> Corpus:
+    """The corpus of a path; without one, Python's standard library."""
+    if path is not None and not path.exists():
+        raise UsageError(
+            f"--data {path} does not exist. Give a text file, a folder of them, or tokens as .npy or .bin."
+        )
+    if path is not None and path.suffix in (".npy", ".bin"):
+        corpus = _tokens(path, tokenizer, end, vocabulary)
+    else:
+        if end is not None:
+            raise UsageError("--end-token is for .npy and .bin data; text ends its documents by itself. Leave it out.")
+        corpus = _text(path, tokenizer, vocabulary)
+    if len(corpus.tokens) == 0:
+        raise UsageError(f"{corpus.source} is empty. Give a file with text or tokens in it.")
+    return corpus
+
+
+def _tokens(path: pathlib.Path, tokenizer: pathlib.Path | None, end: int | None, vocabulary: int) -> Corpus:
+    """Tokens that were made before, read where they lie."""
+    if tokenizer is not None:
+        raise UsageError(f"{path} holds tokens already: leave out --tokenizer, or give the text itself.")
+    if end is not None and not 0 <= end < vocabulary:
+        raise UsageError(f"--end-token must be a token of the vocabulary of {vocabulary}; got {end}.")
+    if path.suffix == ".npy":
+        try:
+            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            raise UsageError(f"{path} is not a NumPy file of numbers ({error}). Write it with numpy.save.") from error
+        if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+            raise UsageError(
+                f"{path} must hold whole numbers in one dimension; got {tokens.dtype} of shape {tokens.shape}. "
+                f"Flatten it and save it as uint16 or uint32."
+            )
+        return Corpus(tokens, end, vocabulary, str(path))
+    dtype = np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
+    size = path.stat().st_size
+    if size % dtype.itemsize:
+        raise UsageError(
+            f"{path} must hold {dtype.name} numbers (that is what a vocabulary of {vocabulary} calls for), but its "
+            f"{size} bytes are not a multiple of {dtype.itemsize}. Is it cut short, or of another kind?"
+        )
+    tokens = np.memmap(path, dtype, mode="r") if size else np.zeros(0, dtype)
+    return Corpus(tokens, end, vocabulary, str(path))
+
+
+def _text(path: pathlib.Path | None, tokenizer: pathlib.Path | None, vocabulary: int) -> Corpus:
+    """Text files, a document each, as bytes or through a tokenizer."""
+    files, source = (_standard_library(), "Python's standard library") if path is None else (_files(path), str(path))
+    if tokenizer is None:
+        encode, end, needed = _encode_bytes, BYTES, BYTES + 1
+    else:
+        encode, end, needed = _tokenizer(tokenizer)
+    if needed > vocabulary:
+        raise UsageError(
+            f"{tokenizer or 'Text as bytes'} needs a vocabulary of at least {needed}, but the model's is {vocabulary}. "
+            f"Set --vocabulary {needed} or choose another tokenizer."
+        )
+    documents = [np.append(encode(path), end).astype(np.int32) for path in files if path.stat().st_size]
+    tokens = np.concatenate(documents) if documents else np.zeros(0, np.int32)
+    return Corpus(tokens, end, vocabulary, source)
+
+
+def _standard_library() -> list[pathlib.Path]:
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    others = {"site-packages", "test", "tests"}  # tests are there to be odd: other encodings, broken syntax
+    own = [path for path in sorted(root.rglob("*.py")) if others.isdisjoint(path.relative_to(root).parts)]
+    if not own:
+        raise UsageError(f"This Python keeps no sources of its standard library in {root}. Give a text with --data.")
+    return own
+
+
+def _files(path: pathlib.Path) -> list[pathlib.Path]:
+    if path.is_file():
+        return [path]
+    return sorted(
+        p for p in path.rglob("*") if p.is_file() and not any(q.startswith(".") for q in p.relative_to(path).parts)
+    )
+
+
+def _read(path: pathlib.Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _encode_bytes(path: pathlib.Path) -> np.ndarray:
+    return np.frombuffer(_read(path), np.uint8)
+
+
+def _tokenizer(path: pathlib.Path) -> tuple[Any, int, int]:
+    """How a Hugging Face tokenizer.json turns a file into tokens, its end-of-text token, and its vocabulary."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise UsageError("--tokenizer needs the package tokenizers: pip install striped-attention[train].") from error
+    if not path.is_file():
+        raise UsageError(f"--tokenizer {path} is not a file. Give a Hugging Face tokenizer.json.")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises plain Exception
+        raise UsageError(f"{path} is not a Hugging Face tokenizer.json: {error}.") from error
+    names = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[SEP]")
+    end = next((token for token in map(tokenizer.token_to_id, names) if token is not None), None)
+    if end is None:
+        raise UsageError(f"{path} has none of the tokens that end a text: {', '.join(names)}. Add one of them.")
+
+    def encode(file: pathlib.Path) -> np.ndarray:
+        try:
+            text = _read(file).decode()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{file} is not UTF-8 text ({error}). Convert it, or keep it out of --data.") from error
+        return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+    return encode, end, tokenizer.get_vocab_size()

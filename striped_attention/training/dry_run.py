@@ -1,0 +1,60 @@
+"""Dry run: whether a run fits, before machines are rented. Counts shapes; touches no device."""
+
+import rich.console
+import rich.table
+
+from striped_attention.training.config import TrainConfig
+from striped_attention.training.cost import Cost, estimate
+
+
+def show(config: TrainConfig, mesh: dict[str, int]) -> None:
+    """Print what a step of this run needs."""
+    cost = estimate(config, mesh)
+    console = rich.console.Console(highlight=False)
+    axes = " × ".join(f"{size} {name}" for name, size in mesh.items())
+    console.print(
+        f"[bold]{cost.parameters:,} parameters[/], {config.batch} × {config.sequence_length:,} tokens a step on "
+        f"{cost.devices} devices ({axes}), {cost.layout}, {config.dtype}"
+    )
+    if cost.padded_length != config.sequence_length:
+        console.print(f"Padded to {cost.padded_length:,} slots a sequence.")
+    console.print(_memory(cost))
+    console.print(_work(cost))
+    if cost.replicated:
+        console.print(
+            f"[yellow]No dimension of {', '.join(cost.replicated)} is a multiple of {cost.devices}: every device holds "
+            f"all of it. A number of devices that divides the model's dim saves that memory."
+        )
+    console.print("An estimate from shapes: nothing was compiled, nothing allocated.")
+
+
+def _memory(cost: Cost) -> rich.table.Table:
+    table = rich.table.Table("memory per device", "bytes", title_justify="left")
+    table.columns[1].justify = "right"
+    for part, size in cost.memory.items():
+        table.add_row(part, gigabytes(size))
+    table.add_section()
+    table.add_row("[bold]together", f"[bold]{gigabytes(cost.total_memory)}")
+    return table
+
+
+def _work(cost: Cost) -> rich.table.Table:
+    table = rich.table.Table("work of a step, per device", "")
+    table.columns[1].justify = "right"
+    flops = cost.matrix_flops + cost.attention_flops
+    table.add_row("useful FLOPs", f"{flops:.3g}")
+    table.add_row("of them attention's, at most (one document)", f"{cost.attention_flops:.3g}")
+    table.add_row("share of attention in the work, recomputation included", f"{cost.attention_share:.0%}")
+    table.add_row("hops of keys and values, each way and layer", str(cost.hops))
+    table.add_row("bytes of a hop", gigabytes(cost.hop_bytes))
+    for part, size in cost.wire.items():
+        table.add_row(f"sent: {part}", gigabytes(size))
+    return table
+
+
+def gigabytes(size: int) -> str:
+    """Bytes as a person reads them."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size:.0f} B"

@@ -1,0 +1,134 @@
+"""Launch: one process or many.
+
+A cluster is found by JAX itself (SLURM, Open MPI, Kubernetes, Cloud TPU) or described by --coordinator, --num-processes
+and --process-id. --local-processes starts a small one on this machine and watches it. When a process dies, the others
+stop within a minute: the watching parent ends them, and on a cluster JAX's heartbeats do.
+"""
+
+import dataclasses
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from striped_attention.training.config import TrainConfig
+from striped_attention.training.errors import UsageError
+
+HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead
+GRACE = 10  # seconds that a process has to leave by itself after another one died
+
+
+def connect(config: TrainConfig) -> None:
+    """Make JAX ready: virtual devices if wanted, and the other processes. Before any device is used."""
+    if config.cpu_devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+    if config.coordinator is not None:
+        _initialize(
+            coordinator_address=config.coordinator, num_processes=config.num_processes, process_id=config.process_id
+        )
+    elif in_cluster(os.environ):
+        _initialize()
+
+
+def _initialize(**where: Any) -> None:
+    try:
+        jax.distributed.initialize(**where, heartbeat_timeout_seconds=HEARTBEAT)
+    except (ValueError, RuntimeError) as error:
+        raise UsageError(f"The processes did not find each other: {str(error).splitlines()[0]}") from error
+
+
+def in_cluster(environment: Any) -> bool:
+    """Whether a scheduler started this process as one of several."""
+    several = lambda name: environment.get(name, "1") not in ("", "1")  # noqa: E731
+    return (
+        several("SLURM_STEP_NUM_TASKS")
+        or several("OMPI_COMM_WORLD_SIZE")
+        or "JAX_COORDINATOR_ADDRESS" in environment
+        or {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= set(environment)
+        or "," in environment.get("TPU_WORKER_HOSTNAMES", "")
+    )
+
+
+def start_local(config: TrainConfig, run: Callable[[TrainConfig], int]) -> int:
+    """Run the same training in several processes of this machine; the exit code of the first that failed, or 0."""
+    count = config.local_processes or 1
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    context = multiprocessing.get_context("spawn")
+    cores = _share_cores(count)
+    processes = []
+    for i in range(count):
+        own = dataclasses.replace(config, local_processes=None, coordinator=address, num_processes=count, process_id=i)
+        processes.append(context.Process(target=_child, args=(own, cores[i], run), name=f"process {i}"))
+    for process in processes:
+        process.start()
+
+    def forward(*_: Any) -> None:
+        for process in processes:
+            process.terminate()
+
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return _watch(processes)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _watch(processes: list[Any]) -> int:
+    """Wait for all; when one fails, end the others."""
+    running = {process.sentinel: process for process in processes}
+    while running:
+        for sentinel in multiprocessing.connection.wait(list(running)):
+            process = running.pop(sentinel)
+            process.join()
+            if process.exitcode != 0:
+                _end(process, list(running.values()))
+                return process.exitcode if process.exitcode > 0 else 1
+    return 0
+
+
+def _end(dead: Any, others: list[Any]) -> None:
+    if dead.exitcode < 0:
+        how = f"was killed by {signal.Signals(-dead.exitcode).name}"
+    else:
+        how = f"ended with exit code {dead.exitcode}"
+    print(f"striped: {dead.name} {how}; stopping the other {len(others)}.", file=sys.stderr, flush=True)
+    deadline = time.monotonic() + GRACE
+    for process in others:  # they wait for the dead one in a collective operation, and would do so forever
+        process.join(max(0, deadline - time.monotonic()) if dead.exitcode > 0 else 0)
+        if process.is_alive():
+            process.kill()
+            process.join()
+
+
+def _child(config: TrainConfig, cores: set[int], run: Callable[[TrainConfig], int]) -> None:
+    os.setsid()  # Ctrl-C reaches the parent alone, which passes it on as one signal
+    threading.Thread(target=_follow_parent, daemon=True).start()
+    if cores:
+        os.sched_setaffinity(0, cores)
+    sys.exit(run(config))
+
+
+def _follow_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _share_cores(count: int) -> list[set[int]]:
+    """Cores for each process; none to choose where the system cannot pin or there are too few."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    each = len(cores) // count
+    return [set(cores[i * each : (i + 1) * each]) for i in range(count)]

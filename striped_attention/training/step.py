@@ -1,0 +1,197 @@
+"""Step: one training step over the whole mesh, as one compiled program.
+
+Loss and gradients are one `shard_map`: every device computes the losses of its own slots, and the stages and the ring
+see to it that a weight's gradient counts all of them. The optimiser runs on the shards where they lie.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import striped_attention as sa
+from striped_attention.mask import Mask
+from striped_attention.model import Compute, ModelConfig, init, token_losses
+from striped_attention.parallel import AXES
+from striped_attention.training.config import TrainConfig
+from striped_attention.training.data import Batch
+
+REPLICATED = PartitionSpec()
+
+
+class State(NamedTuple):
+    """Everything that training changes."""
+
+    step: Any
+    weights: Any
+    optimiser: Any
+
+
+class Inputs(NamedTuple):
+    """A batch on the mesh, in layout order; [batch, slots] each. `stop` [devices] asks everybody to stop."""
+
+    tokens: Any
+    targets: Any
+    weights: Any
+    mask: Mask
+    stop: Any
+
+
+def learning_rate(config: TrainConfig) -> optax.Schedule:
+    """Up over the warm-up, then down along a cosine or level."""
+    peak = config.learning_rate
+    warmup = min(100, config.steps // 10) if config.warmup is None else config.warmup
+    if config.schedule == "constant":
+        return optax.schedules.warmup_constant_schedule(peak / (warmup + 1), peak, warmup)
+    return optax.schedules.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, config.steps, peak / 10)
+
+
+def make_optimiser(config: TrainConfig) -> optax.GradientTransformation:
+    """AdamW on clipped gradients; weight decay for matrices, not for norms."""
+
+    def matrices(weights: Any) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda path, _: not path[-1].key.endswith("norm"), weights)
+
+    adamw = optax.adamw(learning_rate(config), b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=matrices)
+    return optax.chain(optax.clip_by_global_norm(config.clip), adamw)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A model, its optimiser and a mesh, ready to train. `attend` replaces the ring, in tests."""
+
+    config: TrainConfig
+    mesh: Mesh
+    attend: Any = None
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.config.model
+
+    @functools.cached_property
+    def compute(self) -> Compute:
+        config, devices = self.config, self.mesh.shape[AXES.sequence]
+        tile = None if config.tile is None else (config.tile, config.tile)
+        return Compute(
+            layout=config.make_layout(devices),
+            devices=devices,
+            length=config.sequence_length,
+            dtype=jnp.dtype(config.dtype),
+            remat=config.remat,
+            chunk=config.chunk,
+            kernel=config.kernel,
+            tile=tile,
+        )
+
+    @functools.cached_property
+    def optimiser(self) -> optax.GradientTransformation:
+        return make_optimiser(self.config)
+
+    def learning_rate(self, step: int) -> float:
+        """That of a step, counted from 0."""
+        with jax.numpy_dtype_promotion("standard"):
+            return float(learning_rate(self.config)(step))
+
+    @functools.cached_property
+    def specs(self) -> Any:
+        """How the weights lie on the mesh."""
+        return self.model.specs(self.mesh.size)
+
+    @functools.cached_property
+    def state(self) -> State:
+        """Shapes, dtypes and shardings of the state, without the state."""
+        shapes = jax.eval_shape(self._fresh, jax.random.key(0))
+        optimiser = optax.tree.map_params(
+            *(self.optimiser, lambda _, spec: spec, shapes.optimiser, self.specs),
+            transform_non_params=lambda _: REPLICATED,
+        )
+        specs = State(REPLICATED, self.specs, optimiser)
+        place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(spec))  # noqa: E731
+        return jax.tree.map(place, shapes, specs)
+
+    def fresh_state(self) -> State:
+        """The state before the first step; the same numbers on every mesh."""
+        shardings = jax.tree.map(lambda x: x.sharding, self.state)
+        return jax.jit(self._fresh, out_shardings=shardings)(jax.random.key(self.config.seed))
+
+    def _fresh(self, key: Any) -> State:
+        weights = init(self.model, key)
+        return State(jnp.zeros((), jnp.int32), weights, self.optimiser.init(weights))
+
+    @functools.cached_property
+    def step(self) -> Any:
+        """`step(state, inputs) -> state, metrics`, compiled at its first call. The old state's memory is used again."""
+        shardings = jax.tree.map(lambda x: x.sharding, self.state)
+        everywhere = self._sharding(REPLICATED)
+        return jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, everywhere))
+
+    def _step(self, state: State, inputs: Inputs) -> tuple[State, dict[str, Any]]:
+        loss, stop, gradients = self.loss_and_gradients(state.weights, inputs)
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes, which users may have forbidden
+            updates, optimiser = self.optimiser.update(gradients, state.optimiser, state.weights)
+        weights = optax.apply_updates(state.weights, updates)
+        metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients), "stop": stop}
+        return State(state.step + 1, weights, optimiser), metrics
+
+    def loss_and_gradients(self, weights: Any, inputs: Inputs) -> tuple[Any, Any, Any]:
+        """The mean loss over all targets, how many devices ask to stop, and the gradient of the loss."""
+        tokens = AXES.tokens
+        mask_specs = jax.tree.map(lambda _: tokens, inputs.mask)
+        specs = Inputs(tokens, tokens, tokens, mask_specs, PartitionSpec(AXES.everything))
+
+        def shard(weights: Any, inputs: Inputs) -> Any:
+            def total(weights: Any) -> Any:
+                losses = token_losses(
+                    *(self.model, self.compute, weights, self.specs),
+                    *(inputs.tokens, inputs.targets, inputs.mask, self.attend),
+                )
+                return jnp.sum(losses * inputs.weights)
+
+            loss, gradients = jax.value_and_grad(total)(weights)
+            loss, targets, stop = lax.psum((loss, jnp.sum(inputs.weights), inputs.stop[0]), AXES.everything)
+            share = 1 / jnp.maximum(targets, 1)
+            return loss * share, stop, jax.tree.map(lambda g: g * share, gradients)
+
+        out = (REPLICATED, REPLICATED, self.specs)
+        return jax.shard_map(shard, mesh=self.mesh, in_specs=(self.specs, specs), out_specs=out)(weights, inputs)
+
+    @functools.cached_property
+    def rows(self) -> range:
+        """The rows of a batch that this process's devices hold."""
+        held = self._sharding(AXES.tokens).addressable_devices_indices_map(self._shape).values()
+        bounds = [index[0].indices(self.config.batch) for index in held if index is not None]
+        return range(min(first for first, _, _ in bounds), max(last for _, last, _ in bounds))
+
+    def place(self, batch: Batch) -> Inputs:
+        """Put a batch (this process's rows of it, in text order) on the mesh, in layout order."""
+        layout, devices = self.compute.layout, self.compute.devices
+        tokens, targets, weights = (layout.permute(x, devices, 1) for x in (batch.tokens, batch.targets, batch.weights))
+        mask = sa.documents(batch.segments).permute(layout, devices)
+
+        def put(x: np.ndarray) -> jax.Array:
+            def part(index: Any) -> np.ndarray:
+                first, last, _ = index[0].indices(self.config.batch)
+                return x[first - self.rows.start : last - self.rows.start, index[1]]
+
+            return jax.make_array_from_callback(self._shape, self._sharding(AXES.tokens), part)
+
+        return Inputs(put(tokens), put(targets), put(weights), jax.tree.map(put, mask), self.flags(False))
+
+    def flags(self, stop: bool) -> jax.Array:
+        """This process's wish to stop, for `Inputs.stop`: all processes see every wish after the same step."""
+        mine = np.full(self.mesh.size, stop, np.int32)
+        spec = PartitionSpec(AXES.everything)
+        return jax.make_array_from_callback(mine.shape, self._sharding(spec), lambda index: mine[index])
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return (self.config.batch, self.compute.padded_length)
+
+    def _sharding(self, spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)

@@ -1,0 +1,253 @@
+"""Trainer: the loop around a step. It resumes, feeds, watches, saves, and leaves in order when it is asked to."""
+
+import concurrent.futures
+import dataclasses
+import json
+import math
+import pathlib
+import platform
+import signal
+import time
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from striped_attention._version import __version__
+from striped_attention.hardware import peak_flops
+from striped_attention.parallel import AXES, check_devices, make_mesh, parse_mesh
+from striped_attention.training import data
+from striped_attention.training.checkpoint import Checkpoints, Place, write_json
+from striped_attention.training.config import TrainConfig
+from striped_attention.training.cost import attention_flops, matrix_flops
+from striped_attention.training.errors import Diverged, UsageError
+from striped_attention.training.step import Inputs, Program, State
+from striped_attention.training.watch import Watch
+
+PROFILED = range(2, 5)  # steps of this run, counted from 0: the first ones warm up
+
+
+def train(config: TrainConfig) -> State:
+    """Train as asked, on all devices there are; the state at the end. Raises UsageError and Diverged.
+
+    What can be refused is refused before anything is written.
+    """
+    sizes = mesh_sizes(config, jax.device_count())
+    corpus = data.load(config.data, config.tokenizer, config.end_token, config.model.vocabulary)
+    data.read(corpus, 0, range(1), config.sequence_length, config.seed)
+    program = Program(config, make_mesh(sizes))
+    place = Place(0, 0, dataclasses.asdict(config.model), corpus.fingerprint, config.seed)
+    checkpoints = None
+    _check_folder(config)
+    if config.checkpoint_dir is not None and config.resume:
+        checkpoints = Checkpoints(config.checkpoint_dir, config.keep)
+        place = checkpoints.place(like=place)
+    main = jax.process_index() == 0
+    with Watch(place.step, config.steps, quiet=not main) as watch:
+        watch.say(describe(program, corpus))
+        run = _Run(program, corpus, watch, place)
+        if checkpoints is not None:
+            watch.say(f"Going on from step {place.step}.")
+            state = checkpoints.restore(place.step, program.state)
+        else:
+            state = program.fresh_state()
+            if config.checkpoint_dir is not None:
+                checkpoints = Checkpoints(config.checkpoint_dir, config.keep)
+        if checkpoints is not None and main:
+            watch.keep(checkpoints.folder)
+            _write_record(checkpoints.folder, config, sizes, place)
+        state = run.loop(state, checkpoints)
+    if checkpoints is not None:
+        checkpoints.close()
+    return state
+
+
+def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
+    """Sizes of the mesh's axes, or what is wrong with them. Without `devices` any number of them will do."""
+    try:
+        sizes = parse_mesh(config.mesh or f"{AXES.sequence}={devices or 1}")
+        if devices is not None:
+            check_devices(sizes, devices)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if config.batch % sizes[AXES.batch]:
+        raise UsageError(
+            f"--batch must be a multiple of the mesh's {AXES.batch} axis, {sizes[AXES.batch]}; got {config.batch}."
+        )
+    if config.sequence_length < sizes[AXES.sequence]:
+        raise UsageError(
+            f"--sequence-length must be at least the {sizes[AXES.sequence]} devices on the mesh's {AXES.sequence} "
+            f"axis; got {config.sequence_length}."
+        )
+    return sizes
+
+
+def describe(program: Program, corpus: data.Corpus) -> str:
+    """A run in a line."""
+    config, compute = program.config, program.compute
+    axes = ", ".join(f"{name} {size}" for name, size in program.mesh.shape.items())
+    kind = program.mesh.devices.flat[0].device_kind
+    return (
+        f"{config.model.parameters:,} parameters, {config.batch} × {config.sequence_length:,} tokens a step, "
+        f"{compute.layout!r} on {program.mesh.size} {kind} device{'s' * (program.mesh.size > 1)} ({axes}), "
+        f"{config.dtype}; {corpus.source}, {len(corpus.tokens):,} tokens"
+    )
+
+
+def _check_folder(config: TrainConfig) -> None:
+    """Refuse to write over a run, or to resume none. Writes nothing."""
+    folder = config.checkpoint_dir
+    if folder is None:
+        return
+    if config.resume and not folder.is_dir():
+        raise UsageError(f"--resume needs the folder of a run, but --checkpoint-dir {folder} does not exist.")
+    if not config.resume and folder.is_dir() and any(folder.iterdir()):
+        raise UsageError(
+            f"--checkpoint-dir {folder} is not empty. Add --resume to go on with the run in it, or choose a new folder."
+        )
+    multihost_utils.sync_global_devices("nobody writes before everybody has looked")
+
+
+def _write_record(folder: pathlib.Path, config: TrainConfig, sizes: dict[str, int], place: Place) -> None:
+    """run.json: the options of this run and of those that it goes on from."""
+    path = folder / "run.json"
+    runs = json.loads(path.read_text()) if path.exists() else []
+    runs.append(
+        {
+            "from_step": place.step,
+            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "options": config.record(),
+            "model": dataclasses.asdict(config.model),
+            "mesh": sizes,
+            "processes": jax.process_count(),
+            "device": jax.devices()[0].device_kind,
+            "versions": {"striped_attention": __version__, "jax": jax.__version__, "python": platform.python_version()},
+        }
+    )
+    write_json(path, runs)
+
+
+class _Run:
+    """One run of the loop, compiled and with its first batch at hand."""
+
+    def __init__(self, program: Program, corpus: data.Corpus, watch: Watch, place: Place) -> None:
+        self.program, self.corpus, self.watch, self.place = program, corpus, watch, place
+        self.config = program.config
+        self.checkpoints: Checkpoints | None = None
+        self.profiling = False
+        peak = peak_flops(program.mesh.devices.flat[0].device_kind)
+        self.peak = None if peak is None else peak * program.mesh.size
+        watch.say("Compiling …")
+        try:
+            self.step = program.step.lower(program.state, self._inputs(place.rows)[0]).compile()
+        except (ValueError, NotImplementedError) as error:
+            raise UsageError(str(error)) from error
+
+    def loop(self, state: State, checkpoints: Checkpoints | None) -> State:
+        """All steps that are left, or fewer if somebody asks to stop."""
+        config, self.checkpoints = self.config, checkpoints
+        asked = _Signals()
+        with concurrent.futures.ThreadPoolExecutor(1) as ahead, asked:
+            inputs = ahead.submit(self._inputs, self.place.rows)
+            for done, step in enumerate(range(self.place.step + 1, config.steps + 1)):
+                self._profile(done)
+                begun = time.perf_counter()
+                batch, pairs = inputs.result()
+                rows = self.place.rows + config.batch
+                inputs = ahead.submit(self._inputs, rows)
+                state, metrics = self.step(state, batch._replace(stop=self.program.flags(asked.stop)))
+                metrics = jax.tree.map(float, jax.device_get(metrics))
+                stop = metrics.pop("stop") > 0
+                self._check(step, metrics)
+                self.place = dataclasses.replace(self.place, step=step, rows=rows)
+                self.watch.step(self._measured(step, metrics, time.perf_counter() - begun, pairs))
+                if checkpoints is not None and (stop or step == config.steps or step % config.checkpoint_every == 0):
+                    checkpoints.save(state, self.place)
+                if stop:
+                    break
+        self._finish(asked.name)
+        return state
+
+    def _inputs(self, place: int) -> tuple[Inputs, int]:
+        """The batch from a place on, on the mesh, and how many pairs of a query and a key are visible in it."""
+        config, rows = self.config, self.program.rows
+        batch = data.read(self.corpus, place, rows, config.sequence_length, config.seed)
+        return self.program.place(batch), batch.visible_pairs() * config.batch // len(rows)
+
+    def _check(self, step: int, metrics: dict[str, float]) -> None:
+        """Stop before a broken state is saved."""
+        broken = [name for name, value in metrics.items() if not math.isfinite(value)]
+        if not broken:
+            return
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        saved = None if self.checkpoints is None else self.checkpoints.saved
+        last = "There is no checkpoint" if saved is None else f"The last good checkpoint is step {saved}'s"
+        raise Diverged(
+            f"{' and '.join(broken).replace('_', ' ')} of step {step} is not finite ({metrics[broken[0]]}). {last}. "
+            f"Try a smaller --learning-rate or --clip, a longer --warmup, or --dtype float32 if precision is the cause."
+        )
+
+    def _measured(self, step: int, metrics: dict[str, float], seconds: float, pairs: int) -> dict[str, Any]:
+        config = self.config
+        tokens = config.batch * config.sequence_length
+        flops = matrix_flops(config.model, tokens) + attention_flops(config.model, pairs)
+        return {
+            "step": step,
+            **metrics,
+            "learning_rate": self.program.learning_rate(step - 1),
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "tokens": step * tokens,
+            "mfu": None if self.peak is None else flops / seconds / self.peak,
+        }
+
+    def _finish(self, signal_name: str | None) -> None:
+        self._stop_profile()
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        if self.place.step >= self.config.steps:
+            self.watch.say(f"All {self.config.steps} steps are done.")
+        elif signal_name is not None:
+            kept = "Nothing is kept without --checkpoint-dir."
+            if self.checkpoints is not None:
+                kept = f"Saved in {self.checkpoints.folder}; go on with --resume."
+            self.watch.say(f"{signal_name}: stopped after step {self.place.step}. {kept}")
+
+    def _profile(self, done: int) -> None:
+        if self.config.profile is not None and done == PROFILED.start:
+            jax.profiler.start_trace(str(self.config.profile))
+            self.profiling = True
+        if done == PROFILED.stop:
+            self._stop_profile()
+
+    def _stop_profile(self) -> None:
+        if self.profiling:
+            jax.profiler.stop_trace()
+            self.profiling = False
+            self.watch.say(f"Trace written to {self.config.profile}.")
+
+
+class _Signals:
+    """Turns the first SIGTERM or Ctrl-C into a wish to stop after the step; the second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def stop(self) -> bool:
+        return self.name is not None
+
+    def __enter__(self) -> "_Signals":
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._notice)
+        return self
+
+    def _notice(self, number: int, _: Any) -> None:
+        self.name = signal.Signals(number).name
+        self.__exit__()
+
+    def __exit__(self, *_: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,112 @@
+"""Watch: what a person sees of a run while it goes on, and what is kept of it.
+
+A progress bar on a terminal, a line now and then elsewhere; `metrics.jsonl` and TensorBoard's files in the run's folder
+if it has one.
+"""
+
+import json
+import pathlib
+import time
+from typing import Any
+
+import rich.console
+import rich.progress
+import tensorboardX
+
+from striped_attention.training.errors import UsageError
+
+LINE_EVERY = 10.0  # seconds between lines where there is no terminal
+
+
+class Watch:
+    """Shows and keeps the metrics of each step. A quiet one (of a process that is not the first) does nothing."""
+
+    def __init__(self, first: int, steps: int, quiet: bool) -> None:
+        self.console = rich.console.Console(quiet=quiet, highlight=False, soft_wrap=True)
+        self._first, self._steps, self._last_line = first, steps, 0.0
+        self._folder: pathlib.Path | None = None
+        self._file = self._tensorboard = None
+        self._bar = rich.progress.Progress(
+            rich.progress.BarColumn(),
+            rich.progress.MofNCompleteColumn(),
+            rich.progress.TextColumn("{task.description}"),
+            rich.progress.TimeRemainingColumn(),
+            console=self.console,
+            disable=quiet or not self.console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=steps, completed=first)
+
+    def __enter__(self) -> "Watch":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._bar.stop()
+        if self._file is not None:
+            self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def keep(self, folder: pathlib.Path) -> None:
+        """Keep metrics in this folder from now on."""
+        self._folder = folder
+        try:
+            self._file = _open_metrics(folder / "metrics.jsonl", self._first)
+            self._tensorboard = _open_tensorboard(folder / "tensorboard", self._first)
+        except OSError as error:
+            raise _cannot_write(folder, error) from error
+
+    def say(self, text: str) -> None:
+        """One line for the person who watches."""
+        self.console.print(text)
+
+    def step(self, metrics: dict[str, Any]) -> None:
+        """Show and keep the metrics of a step that is done."""
+        text = f"loss {metrics['loss']:.4f} · {metrics['tokens_per_second']:,.0f} tokens/s"
+        if metrics.get("mfu") is not None:
+            text += f" · MFU {metrics['mfu']:.1%}"
+        self._bar.update(self._task, completed=metrics["step"], description=text)
+        now = time.monotonic()
+        if not self.console.is_terminal and (now - self._last_line > LINE_EVERY or metrics["step"] == self._steps):
+            self._last_line = now
+            self.say(f"step {metrics['step']}/{self._steps} · {text}")
+        try:
+            self._write(metrics)
+        except OSError as error:
+            raise _cannot_write(self._folder, error) from error
+
+    def _write(self, metrics: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(metrics) + "\n")
+            self._file.flush()
+        if self._tensorboard is not None:
+            for name, value in metrics.items():
+                if name != "step" and value is not None:
+                    self._tensorboard.add_scalar(name, value, metrics["step"])
+
+
+def _open_metrics(path: pathlib.Path, first: int) -> Any:
+    """The file to append to, without lines of steps that are about to be done again, nor one that was cut short."""
+    if path.exists():
+        kept = []
+        for line in path.read_text().splitlines():
+            try:
+                if json.loads(line)["step"] <= first:
+                    kept.append(line + "\n")
+            except (json.JSONDecodeError, KeyError, TypeError):
+                continue  # a process was killed while it wrote this line; its step is done again
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text("".join(kept))
+        temporary.replace(path)
+    return path.open("a")
+
+
+def _open_tensorboard(folder: pathlib.Path, first: int) -> Any:
+    return tensorboardX.SummaryWriter(str(folder), purge_step=first + 1, write_to_disk=True)
+
+
+def _cannot_write(folder: pathlib.Path | None, error: OSError) -> UsageError:
+    return UsageError(
+        f"Metrics cannot be written to {folder}: {error.strerror or error}. Make room or choose another "
+        f"--checkpoint-dir; --resume goes on from the last finished checkpoint."
+    )

@@ -1,0 +1,264 @@
+"""`striped train` as a user runs it: real processes, real signals, real clusters of two."""
+
+import json
+import os
+import pathlib
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from striped_attention.training.launch import in_cluster
+
+TINY = shlex.split("--layers 1 --dim 16 --ffn 32 --heads 2 --kv-heads 1 --sequence-length 64 --batch 2 --dtype float32")
+DEADLINE = 300  # seconds after which a test gives up on a process; none should come near
+
+
+def start(*arguments, **environment):
+    return subprocess.Popen(
+        [sys.executable, "-m", "striped_attention.cli", "train", *map(str, arguments)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process):
+    try:
+        out, error = process.communicate(timeout=DEADLINE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, out, error
+
+
+def run(*arguments, **environment):
+    return finish(start(*arguments, **environment))
+
+
+def steps_done(folder):
+    path = folder / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def losses(folder):
+    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for(condition, process):
+    deadline = time.monotonic() + DEADLINE
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def checkpoints(folder):
+    return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves_cleanly(tmp_path, number):
+    process = start(*TINY, "--cpu-devices", 2, "--steps", 100_000, "--checkpoint-dir", tmp_path)
+    wait_for(lambda: len(steps_done(tmp_path)) >= 3, process)
+    process.send_signal(number)
+    code, out, error = finish(process)
+    assert code == 0, error
+    (last,) = checkpoints(tmp_path)
+    assert f"{number.name}: stopped after step {last}." in out
+    assert steps_done(tmp_path)[-1] == last
+    code, _, error = run(*TINY, "--cpu-devices", 2, "--steps", last + 1, "--checkpoint-dir", tmp_path, "--resume")
+    assert code == 0, error
+    assert steps_done(tmp_path) == list(range(1, last + 2))
+
+
+def test_a_process_killed_while_saving_loses_only_that_save(tmp_path):
+    options = (
+        *TINY,
+        "--dim",
+        512,
+        "--ffn",
+        2048,
+        "--cpu-devices",
+        2,
+        "--checkpoint-every",
+        1,
+        "--schedule",
+        "constant",
+    )
+    process = start(*options, "--steps", 100_000, "--checkpoint-dir", tmp_path)
+    half_written = lambda: any("tmp" in name for name in os.listdir(tmp_path))  # noqa: E731
+    wait_for(lambda: len(checkpoints(tmp_path)) >= 2 and half_written(), process)
+    process.kill()
+    finish(process)
+    whole = checkpoints(tmp_path)
+    code, out, error = run(*options, "--steps", whole[-1] + 2, "--checkpoint-dir", tmp_path, "--resume")
+    assert code == 0, error
+    assert f"Going on from step {whole[-1]}." in out
+    assert steps_done(tmp_path) == list(range(1, whole[-1] + 3)), "no step is missing and none is there twice"
+
+
+def test_two_processes_have_the_losses_of_one_with_two_devices(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert run(*TINY, "--cpu-devices", 2, "--steps", 5, "--checkpoint-dir", one)[0] == 0
+    code, out, error = run(*TINY, "--local-processes", 2, "--cpu-devices", 1, "--steps", 5, "--checkpoint-dir", two)
+    assert code == 0, error
+    assert out.count("parameters,") == 1, "only one of them talks"
+    assert losses(two) == pytest.approx(losses(one), rel=1e-6)
+    code, _, error = run(*TINY, "--cpu-devices", 2, "--steps", 6, "--checkpoint-dir", two, "--resume")
+    assert code == 0, f"a checkpoint of two processes, resumed by one: {error}"
+
+
+def children(process):
+    text = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    named = {int(pid): pathlib.Path(f"/proc/{pid}/cmdline").read_text() for pid in text}
+    return [pid for pid, command in named.items() if "spawn_main" in command]
+
+
+def test_when_one_local_process_dies_the_others_stop_with_a_message(tmp_path):
+    process = start(*TINY, "--local-processes", 2, "--cpu-devices", 1, "--steps", 100_000, "--checkpoint-dir", tmp_path)
+    wait_for(lambda: len(steps_done(tmp_path)) >= 2, process)
+    os.kill(children(process)[1], signal.SIGKILL)
+    killed = time.monotonic()
+    code, _, error = finish(process)
+    assert code == 1
+    assert "process 1 was killed by SIGKILL; stopping the other 1." in error
+    assert time.monotonic() - killed < 60
+
+
+def test_a_signal_to_the_parent_stops_all_local_processes_together(tmp_path):
+    process = start(*TINY, "--local-processes", 2, "--cpu-devices", 1, "--steps", 100_000, "--checkpoint-dir", tmp_path)
+    wait_for(lambda: len(steps_done(tmp_path)) >= 2, process)
+    process.send_signal(signal.SIGTERM)
+    code, out, error = finish(process)
+    assert code == 0, error
+    assert "stopped after step" in out
+    assert checkpoints(tmp_path) == [steps_done(tmp_path)[-1]]
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def test_when_a_process_of_a_cluster_dies_the_others_stop_within_a_minute(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    cluster = [
+        start(
+            *(*TINY, "--cpu-devices", 1, "--steps", 100_000, "--checkpoint-dir", tmp_path),
+            *("--coordinator", address, "--num-processes", 2, "--process-id", i),
+        )
+        for i in range(2)
+    ]
+    wait_for(lambda: len(steps_done(tmp_path)) >= 2, cluster[0])
+    cluster[1].kill()
+    killed = time.monotonic()
+    code, _, error = finish(cluster[0])
+    finish(cluster[1])
+    assert code != 0
+    assert time.monotonic() - killed < 60
+    assert "process 1" in error.lower() or "task:1" in error.lower() or "heartbeat" in error.lower(), error
+
+
+def test_slurms_variables_are_enough(tmp_path):
+    """As srun sets them for two tasks on one machine; JAX reads the rest itself."""
+    slurm = dict(
+        SLURM_JOB_ID=str(free_port()),
+        SLURM_STEP_NODELIST="localhost",
+        SLURM_NTASKS="2",
+        SLURM_STEP_NUM_TASKS="2",
+    )
+    arguments = (*TINY, "--cpu-devices", 1, "--steps", 2, "--checkpoint-dir", tmp_path)
+    tasks = [start(*arguments, **slurm, SLURM_PROCID=str(i), SLURM_LOCALID=str(i)) for i in range(2)]
+    for code, _, error in map(finish, tasks):
+        assert code == 0, error
+    assert steps_done(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("environment", "answer"),
+    [
+        ({}, False),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, False),  # a shell of salloc: nobody has called srun
+        ({"SLURM_STEP_NUM_TASKS": "1"}, False),
+        ({"SLURM_STEP_NUM_TASKS": "8"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ({"JAX_COORDINATOR_ADDRESS": "host:1"}, True),
+        ({"KUBERNETES_SERVICE_HOST": "x"}, False),
+        ({"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "0"}, True),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
+    ],
+)
+def test_a_cluster_is_one_when_a_scheduler_started_several_processes(environment, answer):
+    assert in_cluster(environment) is answer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mesh", "sequence=3"], "needs 3 devices, but there are 1"),
+        (["--data", "/nowhere"], "--data /nowhere does not exist"),
+        (["--steps", "0"], "--steps must be at least 1"),
+        (["--layout", "round"], "round"),
+        (["--no-such-flag"], "no-such-flag"),
+    ],
+)
+def test_bad_input_ends_with_exit_code_2_and_one_line(arguments, message):
+    code, _, error = run(*TINY, *arguments)
+    assert code == 2
+    assert message in error
+    assert "Traceback" not in error
+    if error.startswith("striped:"):
+        assert error.count("\n") == 1
+
+
+def test_a_full_disk_is_told_and_loses_nothing(tmp_path):
+    """A limit on the size of files stands for the disk: writes fail with an error of the operating system."""
+    options = (*TINY, "--cpu-devices", 2, "--checkpoint-every", 2, "--schedule", "constant", "--warmup", 0)
+    assert run(*options, "--steps", 2, "--checkpoint-dir", tmp_path)[0] == 0
+    limited = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000));"
+        "from striped_attention.cli import main; sys.exit(main())"
+    )
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            limited,
+            "train",
+            *map(str, (*options, "--steps", 6, "--checkpoint-dir", tmp_path, "--resume")),
+        ],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    code, _, error = finish(process)
+    assert code == 2, error
+    assert "could not be written" in error or "cannot be written" in error
+    assert "Traceback" not in error
+    code, out, error = run(*options, "--steps", 3, "--checkpoint-dir", tmp_path, "--resume")
+    assert code == 0, error
+    assert "Going on from step 2." in out
+
+
+def test_help_names_every_stable_flag():
+    code, out, _ = run("--help")
+    assert code == 0
+    for flag in shlex.split("preset sequence-length mesh layout steps seed data checkpoint-dir resume"):
+        assert f"--{flag}" in out
+
+
+def test_a_dry_run_starts_no_device():
+    arguments = shlex.split("--preset 1b --sequence-length 262144 --mesh sequence=8 --dry-run")
+    code, out, error = run(*arguments, JAX_PLATFORMS="no-such-platform")
+    assert code == 0, error
+    assert "parameters" in out
+    assert "per device" in out

@@ -1,0 +1,163 @@
+"""Data: documents packed end to end, every token's target the next one, nothing lost, nothing twice."""
+
+import json
+
+import numpy as np
+import pytest
+
+from striped_attention.training import data
+from striped_attention.training.errors import UsageError
+
+
+def load(path, tokenizer=None, end=None, vocabulary=320):
+    return data.load(path, tokenizer, end, vocabulary)
+
+
+def test_the_standard_library_is_a_corpus():
+    corpus = load(None)
+    text = bytes(corpus.tokens[corpus.tokens < 256][:1_000_000].astype(np.uint8))
+    assert len(corpus.tokens) > 5_000_000
+    assert b"import" in text
+    assert np.sum(corpus.tokens == corpus.end) > 300, "one a file"
+
+
+def test_files_of_a_folder_are_documents_in_order(tmp_path):
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "x.txt").write_text("first")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / ".hidden").write_text("no")
+    corpus = load(tmp_path)
+    assert corpus.tokens.tolist() == [*b"first", 256, *b"second", 256]
+
+
+def test_targets_are_the_next_tokens_of_the_same_document():
+    corpus = data.Corpus(np.array([1, 2, 9, 3, 9, 4, 5, 6, 7]), 9, 10, "")
+    batch = data.read(corpus, 0, range(1), 8, seed=0)
+    assert batch.tokens.tolist() == [[1, 2, 9, 3, 9, 4, 5, 6]]
+    assert batch.targets.tolist() == [[2, 9, 3, 9, 4, 5, 6, 7]]
+    assert batch.weights.tolist() == [[1, 1, 0, 1, 0, 1, 1, 1]]
+    assert batch.segments.tolist() == [[0, 0, 0, 1, 1, 2, 2, 2]]
+    assert batch.visible_pairs() == 6 + 3 + 6
+
+
+def test_every_row_is_drawn_once_a_pass_and_passes_differ():
+    corpus = data.Corpus(np.arange(101), None, 1000, "")
+    firsts = [int(data.read(corpus, place, range(1), 10, seed=3).tokens[0, 0]) for place in range(20)]
+    assert sorted(firsts[:10]) == sorted(firsts[10:]) == list(range(0, 100, 10))
+    assert firsts[:10] != firsts[10:]
+
+
+def test_a_batch_depends_on_its_place_alone():
+    corpus = data.Corpus(np.arange(1001), None, 2000, "")
+    whole = data.read(corpus, 6, range(4), 10, seed=1)
+    part = data.read(corpus, 7, range(1, 3), 10, seed=1)
+    assert whole.tokens[2:].tolist() == part.tokens.tolist()
+    other = data.read(corpus, 6, range(4), 10, seed=2)
+    assert whole.tokens.tolist() != other.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("suffix", "vocabulary", "dtype"), [("npy", 300, "int64"), ("bin", 300, "<u2"), ("bin", 70_000, "<u4")]
+)
+def test_tokens_are_read_where_they_lie(tmp_path, suffix, vocabulary, dtype):
+    path = tmp_path / f"tokens.{suffix}"
+    tokens = np.arange(250).astype(dtype)
+    np.save(path, tokens) if suffix == "npy" else tokens.tofile(path)
+    corpus = load(path, end=5, vocabulary=vocabulary)
+    assert isinstance(corpus.tokens, np.memmap)
+    assert corpus.tokens.tolist() == list(range(250))
+    assert data.read(corpus, 0, range(1), 249, 0).segments[0, :8].tolist() == [0] * 6 + [1] * 2
+
+
+def test_a_tokenizer_json_makes_the_tokens(tmp_path):
+    path = write_tokenizer(tmp_path / "tokenizer.json", {"hello": 0, "world": 1, "</s>": 2, "[UNK]": 3})
+    (tmp_path / "text.txt").write_text("hello world hello")
+    corpus = load(tmp_path / "text.txt", tokenizer=path, vocabulary=4)
+    assert corpus.tokens.tolist() == [0, 1, 0, 2]
+
+
+def write_tokenizer(path, vocabulary):
+    import tokenizers
+
+    model = tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(path))
+    return path
+
+
+def bad_npy(path, content):
+    np.save(path / "x.npy", content)
+    return dict(path=path / "x.npy")
+
+
+def bad_file(path, name, content, **options):
+    (path / name).write_bytes(content)
+    return dict(path=path / name, **options)
+
+
+def bad_tokenizer(path, content, **options):
+    (path / "t.txt").write_bytes(b"hello")
+    (path / "tokenizer.json").write_text(content)
+    return dict(path=path / "t.txt", tokenizer=path / "tokenizer.json", **options)
+
+
+BAD = {
+    "does not exist": lambda path: dict(path=path / "nothing.txt"),
+    "is empty": lambda path: bad_file(path, "empty.txt", b""),
+    "is not a NumPy file": lambda path: bad_file(path, "x.npy", b"no numbers at all"),
+    "in one dimension": lambda path: bad_npy(path, np.zeros((2, 3), np.int32)),
+    "whole numbers": lambda path: bad_npy(path, np.zeros(5)),
+    "not a multiple of 2": lambda path: bad_file(path, "x.bin", b"abc"),
+    "leave out --tokenizer": lambda path: bad_file(path, "x.bin", b"abcd", tokenizer=path),
+    "--end-token must be a token": lambda path: bad_file(path, "x.bin", b"abcd", end=320),
+    "--end-token is for": lambda path: bad_file(path, "x.txt", b"abcd", end=3),
+    "vocabulary of at least 257": lambda path: bad_file(path, "x.txt", b"abcd", vocabulary=256),
+    "not a Hugging Face tokenizer.json": lambda path: bad_tokenizer(path, "{}"),
+    "is not a file": lambda path: bad_file(path, "x.txt", b"abcd", tokenizer=path / "none.json"),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_data_gets_one_clear_line(tmp_path, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        load(**BAD[message](tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_pickled_arrays_are_never_opened(tmp_path):
+    np.save(tmp_path / "x.npy", np.array([{"a": 1}], object), allow_pickle=True)
+    with pytest.raises(UsageError, match="is not a NumPy file of numbers"):
+        load(tmp_path / "x.npy")
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
+    path = write_tokenizer(tmp_path / "tokenizer.json", {"a": 0, "</s>": 1, "[UNK]": 2, "b": 3})
+    (tmp_path / "text.txt").write_text("a b")
+    with pytest.raises(UsageError, match=r"needs a vocabulary of at least 4, but the model's is 3.*--vocabulary 4"):
+        load(tmp_path / "text.txt", tokenizer=path, vocabulary=3)
+
+
+def test_a_tokenizer_without_an_end_and_text_that_is_none(tmp_path):
+    (tmp_path / "text.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(UsageError, match="none of the tokens that end a text"):
+        load(tmp_path / "text.txt", tokenizer=write_tokenizer(tmp_path / "t.json", {"[UNK]": 0}))
+    with pytest.raises(UsageError, match="is not UTF-8 text"):
+        load(tmp_path / "text.txt", tokenizer=write_tokenizer(tmp_path / "t.json", {"[UNK]": 0, "</s>": 1}))
+
+
+def test_tokens_outside_the_vocabulary_and_too_few_of_them():
+    with pytest.raises(UsageError, match="holds the token 12, but the vocabulary is 10"):
+        data.read(data.Corpus(np.full(20, 12), None, 10, "x.npy"), 0, range(1), 4, 0)
+    with pytest.raises(UsageError, match="holds the token -1"):
+        data.read(data.Corpus(np.full(20, -1), None, 10, "x.npy"), 0, range(1), 4, 0)
+    with pytest.raises(UsageError, match=r"x.npy holds 5 tokens, too few for one sequence of 5"):
+        data.read(data.Corpus(np.zeros(5, int), None, 10, "x.npy"), 0, range(1), 5, 0)
+
+
+def test_fingerprints_tell_corpora_apart():
+    one, other = (data.Corpus(np.arange(n), None, 9999, "") for n in (5000, 5001))
+    same = data.Corpus(np.arange(5000), None, 9999, "elsewhere")
+    assert one.fingerprint == same.fingerprint != other.fingerprint
+    assert json.loads(json.dumps(one.fingerprint)) == one.fingerprint

@@ -1,0 +1,222 @@
+"""The model and the step: the same numbers on any mesh and layout as a plain model on one device, in bounded memory."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import striped_attention as sa
+from striped_attention.model import PRESETS, rotary
+from striped_attention.parallel import make_mesh
+from striped_attention.training import data
+from striped_attention.training.config import TrainConfig
+from striped_attention.training.step import Program
+
+SMALL = dict(layers=2, dim=32, ffn=48, heads=4, kv_heads=2, vocabulary=40, dtype="float32", chunk=16)
+
+
+def corpus(vocabulary=40, size=20_000, end=0):
+    """A corpus with something to learn: every token depends on the one before it; documents of about 30 tokens."""
+    rng = np.random.default_rng(0)
+    tokens = np.zeros(size, np.int32)
+    for i in range(1, size):
+        tokens[i] = end if rng.random() < 1 / 30 else (3 * tokens[i - 1] + rng.integers(1, 4)) % vocabulary
+    return data.Corpus(tokens, end, vocabulary, "made up")
+
+
+CORPUS = corpus()
+
+
+def program(mesh, attend=None, **options):
+    config = TrainConfig(**{**SMALL, "sequence_length": 90, "batch": 2, "steps": 50, **options})
+    devices = jax.devices()[: mesh[0] * mesh[1]]
+    grid = jax.sharding.Mesh(np.array(devices).reshape(mesh), ("data", "sequence"))
+    return Program(config, grid, attend)
+
+
+def inputs(program, place=0):
+    config = program.config
+    return program.place(data.read(CORPUS, place, program.rows, config.sequence_length, config.seed))
+
+
+def plain_loss(weights, config, batch):
+    """The same model as one would write it down first: whole matrices, dense attention, text order."""
+    model = config.model
+
+    def norm(x, weight):
+        return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + model.norm_epsilon) * weight
+
+    def rotate(x):
+        frequency = model.rope_theta ** -(jnp.arange(0, model.head_dim, 2) / model.head_dim)
+        angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency
+        cos, sin = jnp.cos(angle)[:, None], jnp.sin(angle)[:, None]
+        a, b = jnp.split(x, 2, axis=-1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    x = weights["embedding"][batch.tokens]
+    visible = jnp.asarray(sa.documents(batch.segments).dense(config.sequence_length))
+    for i in range(model.layers):
+        layer = jax.tree.map(lambda w, i=i: w[i], weights["layers"])
+        y = norm(x, layer["attention_norm"])
+        q, k, v = (jnp.einsum("bsd,dhk->bshk", y, layer[name]) for name in ("query", "key", "value"))
+        k, v = (jnp.repeat(z, model.heads // model.kv_heads, axis=2) for z in (rotate(k), v))
+        scores = jnp.einsum("bqhk,bshk->bhqs", rotate(q), k) * model.head_dim**-0.5
+        p = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), axis=-1)
+        x = x + jnp.einsum("bhqs,bshk,hkd->bqd", p, v, layer["output"])
+        y = norm(x, layer["ffn_norm"])
+        x = x + (jax.nn.silu(y @ layer["gate"]) * (y @ layer["up"])) @ layer["down"]
+    logs = jax.nn.log_softmax(norm(x, weights["norm"]) @ weights["unembedding"])
+    losses = -jnp.take_along_axis(logs, batch.targets[..., None], axis=-1)[..., 0]
+    return jnp.sum(losses * batch.weights) / jnp.sum(batch.weights)
+
+
+@pytest.mark.parametrize(("mesh", "layout"), [((1, 1), "striped"), ((2, 4), "striped"), ((1, 3), "zigzag")])
+def test_loss_and_every_gradient_are_those_of_a_plain_model(mesh, layout):
+    run = program(mesh, layout=layout)
+    weights = run.fresh_state().weights
+    loss, _, gradients = jax.jit(run.loss_and_gradients)(weights, inputs(run))
+    batch = data.read(CORPUS, 0, range(2), 90, 0)
+    weights = jax.device_get(weights)
+    expected_loss, expected = jax.value_and_grad(plain_loss)(weights, run.config, batch)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    scale = max(float(np.abs(x).max()) for x in jax.tree.leaves(expected))
+    for path, g in jax.tree_util.tree_leaves_with_path(jax.device_get(gradients)):
+        truth = functools.reduce(lambda tree, key: tree[key.key], path, expected)
+        assert np.abs(g - truth).max() < 1e-5 * max(np.abs(truth).max(), 1e-2 * scale), path
+
+
+def curve(run, steps=50):
+    state, losses = run.fresh_state(), []
+    for step in range(steps):
+        state, metrics = run.step(state, inputs(run, step * run.config.batch))
+        losses.append(float(metrics["loss"]))
+    return np.array(losses)
+
+
+def dense(q, k, v, mask):
+    """Attention of one device that holds everything, written down plainly."""
+    lo = mask.lo
+    position = jnp.arange(q.shape[1])
+    visible = (lo[:, :, None] <= position) & (position <= position[None, :, None])
+    return jax.nn.dot_product_attention(q, k, v, mask=visible[:, None])
+
+
+@functools.cache
+def control():
+    """The trusted run: one device, dense attention."""
+    return curve(program((1, 1), attend=dense, learning_rate=3e-3))
+
+
+@pytest.mark.parametrize(
+    ("layout", "stripe"), [("contiguous", None), ("striped", 1), ("striped", 16), ("zigzag", None)]
+)
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_control_run_every_layout_and_mesh_has_the_same_loss_curve(devices, layout, stripe):
+    losses = curve(program((1, devices), layout=layout, stripe=stripe, learning_rate=3e-3))
+    np.testing.assert_allclose(losses, control(), rtol=1e-4)
+    assert losses[-5:].mean() < losses[:5].mean() - 0.3, "it learns"
+
+
+def test_packed_documents_do_not_see_each_other():
+    """Changing one document changes the losses of no other one in its row."""
+    run = program((1, 4), batch=1)
+    batch = data.read(CORPUS, 0, range(1), 90, 0)
+    weights = run.fresh_state().weights
+    changed = batch.tokens.copy()
+    first = batch.segments[0] == batch.segments[0, 0]
+    changed[0, first] = (changed[0, first] + 1) % 39 + 1
+    counted = batch._replace(weights=batch.weights * ~first)
+    loss = jax.jit(run.loss_and_gradients)
+    assert 0 < first.sum() < 90
+    before, after = (loss(weights, run.place(b))[0] for b in (counted, counted._replace(tokens=changed)))
+    assert float(before) == float(after)
+
+
+@functools.cache
+def compiled_text(remat="attention", devices=2, **options):
+    run = program((1, devices), remat=remat, **options)
+    return run.step.lower(run.state, inputs(run)).compile().as_text()
+
+
+def test_nothing_of_size_length_times_ffn_or_vocabulary_exists():
+    sizes = dict(sequence_length=2048, batch=1, dim=16, heads=2, kv_heads=1, ffn=200, vocabulary=300, chunk=64)
+    slots = 1024
+    shapes = set(re.findall(r"f32\[([\d,]+)\]", compiled_text(**sizes)))
+    largest = max(int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes)
+    assert slots * 16 <= largest < slots * 200, "activations of the whole length exist, those of the ffn's width do not"
+
+
+def ring_again(text):
+    return [line for line in text.splitlines() if "rematted_computation" in line and "jit(attend)" in line]
+
+
+def test_the_backward_pass_does_not_run_attention_forward_again():
+    assert not ring_again(compiled_text())
+    assert ring_again(compiled_text(remat="full")), "otherwise the test could not fail"
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_remat_changes_no_number(remat):
+    runs = [program((1, 2), remat=kind) for kind in ("attention", remat)]
+    weights = runs[0].fresh_state().weights
+    (loss, _, gradients), (expected, _, truth) = (jax.jit(run.loss_and_gradients)(weights, inputs(run)) for run in runs)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradients, truth)
+
+
+def test_peak_memory_grows_with_length_over_devices():
+    def peak(length, devices):
+        run = program((1, devices), sequence_length=length, batch=1, chunk=128)
+        stats = run.step.lower(run.state, inputs(run)).compile().memory_analysis()
+        return stats.temp_size_in_bytes
+
+    base = peak(4096, 4)
+    assert peak(8192, 8) < 1.2 * base
+    assert 1.5 * base < peak(8192, 4) < 2.2 * base
+
+
+def test_bf16_follows_float32():
+    losses = curve(program((1, 4), learning_rate=3e-3, dtype="bfloat16"))
+    np.testing.assert_allclose(losses, control(), rtol=0.02)
+
+
+def test_gradients_of_frequent_tokens_are_counted_in_float32():
+    """In bfloat16 256 + 1 is 256: a sum over 5000 uses of one token would stop there."""
+    run = program((1, 1), sequence_length=5000, batch=1, dtype="bfloat16", chunk=500, layers=1)
+    constant = data.Corpus(np.full(6000, 7, np.int32), None, 40, "sevens")
+    weights = run.fresh_state().weights
+    bf16, f32 = (
+        jax.jit(r.loss_and_gradients)(weights, r.place(data.read(constant, 0, range(1), 5000, 0)))[2]
+        for r in (run, program((1, 1), sequence_length=5000, batch=1, chunk=500, layers=1))
+    )
+    for name in ("embedding", "unembedding"):
+        a, b = np.asarray(bf16[name]), np.asarray(f32[name])
+        assert np.linalg.norm(a - b) < 0.03 * np.linalg.norm(b), name
+
+
+def test_rotary_angles_stay_right_at_a_million_tokens():
+    positions = np.array([[0, 1, 1023, 1024, 257, 65_537, 1_048_575]], np.int32)
+    cos, sin = rotary(jnp.asarray(positions), 64, 10_000.0)
+    angle = positions[..., None] * 10_000.0 ** -(np.arange(0, 64, 2) / 64)
+    assert np.abs(cos - np.cos(angle)).max() < 1e-3
+    assert np.abs(sin - np.sin(angle)).max() < 1e-3
+
+
+@pytest.mark.parametrize(("preset", "billions"), [("1b", 1.2), ("3b", 3.4), ("7b", 6.74), ("llama3-8b", 8.03)])
+def test_presets_have_the_sizes_of_their_names(preset, billions):
+    assert PRESETS[preset].parameters == pytest.approx(billions * 1e9, rel=0.05)
+
+
+def test_weights_are_spread_over_every_device():
+    specs = PRESETS["7b"].specs(64)
+    whole = [path for path, spec in jax.tree_util.tree_leaves_with_path(specs) if not any(spec)]
+    assert all(path[-1].key.endswith("norm") for path in whole)
+
+
+def test_first_weights_are_the_same_on_every_mesh():
+    a, b = (jax.device_get(program(mesh).fresh_state().weights) for mesh in ((1, 1), (2, 4)))
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    assert make_mesh({"data": 2, "sequence": 4}).shape == {"data": 2, "sequence": 4}

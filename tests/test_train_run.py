@@ -1,0 +1,214 @@
+"""Runs: what is kept, what is resumed, and what is refused. In this process, on all 8 virtual devices."""
+
+import json
+import os
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from striped_attention.training import dry_run
+from striped_attention.training.config import TrainConfig
+from striped_attention.training.cost import estimate
+from striped_attention.training.errors import Diverged, UsageError
+from striped_attention.training.trainer import mesh_sizes, train
+
+TINY = dict(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, dtype="float32", sequence_length=64, batch=2)
+STEADY = dict(schedule="constant", warmup=0)  # so that a run of 3 steps begins like one of 6
+
+
+def config(folder=None, **options):
+    return TrainConfig(**{**TINY, **STEADY, "checkpoint_dir": folder, **options})
+
+
+def metrics(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(folder):
+    found = metrics(folder)
+    assert [line["step"] for line in found] == list(range(1, len(found) + 1))
+    return [line["loss"] for line in found]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run of 6 steps without interruption, checkpoints at 3 and 6; other tests only read it."""
+    folder = tmp_path_factory.mktemp("runs") / "straight"
+    state = train(config(folder, steps=6, checkpoint_every=3, mesh="data=2,sequence=4"))
+    return folder, jax.device_get(state)
+
+
+def test_a_run_keeps_its_record_metrics_and_checkpoints(straight):
+    folder, _ = straight
+    assert {"3", "6", "run.json", "metrics.jsonl", "tensorboard"} <= set(os.listdir(folder))
+    assert list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    (run,) = json.loads((folder / "run.json").read_text())
+    assert run["options"]["sequence_length"] == 64
+    assert run["mesh"] == {"data": 2, "sequence": 4}
+    assert run["versions"]["jax"] == jax.__version__
+    line = metrics(folder)[-1]
+    assert line["tokens"] == 6 * 128
+    assert line["tokens_per_second"] == pytest.approx(128 / line["seconds"])
+    assert line["mfu"] is None, "nobody knows a virtual CPU device's peak"
+
+
+def test_resume_goes_on_bit_for_bit(straight, tmp_path):
+    folder, whole = straight
+    train(config(tmp_path / "run", steps=3, mesh="data=2,sequence=4"))
+    state = train(config(tmp_path / "run", steps=6, mesh="data=2,sequence=4", resume=True))
+    assert losses(tmp_path / "run") == losses(folder)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), whole)
+    assert [run["from_step"] for run in json.loads((tmp_path / "run" / "run.json").read_text())] == [0, 3]
+
+
+def test_resume_onto_another_mesh_and_layout(straight, tmp_path):
+    folder, _ = straight
+    train(config(tmp_path / "run", steps=3, mesh="data=2,sequence=4"))
+    train(config(tmp_path / "run", steps=6, mesh="sequence=8", layout="zigzag", resume=True))
+    np.testing.assert_allclose(losses(tmp_path / "run"), losses(folder), rtol=1e-5)
+
+
+def test_a_finished_run_has_nothing_left_to_do(tmp_path, capsys):
+    train(config(tmp_path, steps=1))
+    train(config(tmp_path, steps=1, resume=True))
+    assert "All 1 steps are done." in capsys.readouterr().out
+    assert len(losses(tmp_path)) == 1
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path):
+    train(config(tmp_path, steps=4, checkpoint_every=1, keep=2))
+    assert sorted(name for name in os.listdir(tmp_path) if name.isdecimal()) == ["3", "4"]
+
+
+def snapshot(folder):
+    return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file() and "tensorboard" not in p.parts}
+
+
+def refuse(message, **options):
+    with pytest.raises(UsageError, match=message) as caught:
+        train(config(**options))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
+    train(config(tmp_path, steps=1))
+    before = snapshot(tmp_path)
+    refuse("is not empty. Add --resume", folder=tmp_path, steps=2)
+    assert snapshot(tmp_path) == before
+
+
+def test_a_damaged_checkpoint_is_refused_and_left_as_it_is(tmp_path):
+    train(config(tmp_path, steps=2, checkpoint_every=1, dim=64, ffn=256))
+    largest = largest_array(tmp_path / "2")
+    whole = largest.read_bytes()
+    half, middle = len(whole) // 2, bytes([whole[len(whole) // 2] ^ 255])
+    for damaged in (whole[:half], whole[:half] + middle + whole[half + 1 :]):
+        largest.write_bytes(damaged)
+        before = snapshot(tmp_path)
+        refuse(
+            "2 cannot be read.*left as it is.*go on from step 1", folder=tmp_path, steps=3, dim=64, ffn=256, resume=True
+        )
+        assert snapshot(tmp_path) == before
+
+
+def largest_array(checkpoint):
+    """The file with most of the numbers: tiny models have descriptions that are larger."""
+    return max((p for p in checkpoint.glob("state/**/d/*") if p.is_file()), key=lambda p: p.stat().st_size)
+
+
+def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path):
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "weights").write_text("of something else")
+    before = snapshot(tmp_path)
+    refuse("damaged or foreign", folder=tmp_path, steps=9, resume=True)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(dim=32), "of another model: dim 16 there, 32 here"),
+        (dict(seed=1), "another --seed"),
+        (dict(data=pathlib.Path(__file__)), "another --data"),
+    ],
+)
+def test_resume_is_refused_for_another_run(straight, options, message):
+    refuse(message, folder=straight[0], steps=9, resume=True, **options)
+
+
+def test_nothing_to_resume(tmp_path):
+    refuse("does not exist", folder=tmp_path / "nowhere", resume=True)
+    refuse("found no checkpoint", folder=tmp_path, resume=True)
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing_of_it(tmp_path):
+    with pytest.raises(
+        Diverged, match=r"step [234] is not finite.*last good checkpoint is step [123]'s.*learning-rate"
+    ):
+        train(config(tmp_path, steps=9, learning_rate=1e30, clip=1e30, checkpoint_every=1))
+    steps = [int(name) for name in os.listdir(tmp_path) if name.isdecimal()]
+    assert max(steps) == len(metrics(tmp_path)) < 4
+
+
+def test_a_profile_is_written(tmp_path):
+    train(config(steps=6, profile=tmp_path))
+    assert list(tmp_path.rglob("*.xplane.pb"))
+
+
+BAD = [
+    (dict(mesh="data=3,sequence=2"), "needs 6 devices, but there are 8.*--cpu-devices 6"),
+    (dict(mesh="rows=8"), "must be written like data=2,sequence=4"),
+    (dict(mesh="data=8", batch=6), "--batch must be a multiple of the mesh's data axis, 8; got 6"),
+    (dict(sequence_length=7), "--sequence-length must be at least the 8 devices"),
+    (dict(kernel="magic"), r"kernel must be one of .*'xla'.*'magic'"),
+    (dict(heads=3), "dim must be its heads times an even number"),
+    (dict(kv_heads=3, heads=4), "multiple of its kv_heads"),
+    (dict(layout="zigzag", stripe=4), "--stripe is for --layout striped"),
+    (dict(steps=0), "--steps must be at least 1; got 0"),
+    (dict(learning_rate=float("nan")), "--learning-rate must be at least 0; got nan"),
+    (dict(warmup=5, steps=5), "--warmup must be at least 0 and less than the 5 steps"),
+    (dict(resume=True), "--resume needs --checkpoint-dir"),
+    (dict(num_processes=2), "go together"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_bad_options_get_one_clear_line(options, message):
+    refuse(message, **options)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    refuse("cannot be used", folder=tmp_path / "file" / "run")
+
+
+def test_a_dry_run_says_what_is_needed_and_touches_no_device(capsys):
+    asked = TrainConfig(preset="1b", sequence_length=262_144, mesh="sequence=8", dry_run=True)
+    dry_run.show(asked, mesh_sizes(asked, None))
+    text = capsys.readouterr().out
+    for part in ("1,2", "weights", "optimiser", "kept for the backward pass", "together", "FLOPs", "attention", "hop"):
+        assert part in text
+
+
+def test_the_dry_runs_memory_is_that_of_the_compiled_step():
+    """Within a quarter, where activations matter and where weights do."""
+    from tests.test_train_model import inputs, program
+
+    for options in (
+        dict(sequence_length=8192, batch=1, dim=64, ffn=128, heads=4, kv_heads=2, chunk=256, dtype="float32"),
+        dict(sequence_length=512, batch=1, dim=256, ffn=1024, heads=4, kv_heads=4, chunk=64, dtype="float32"),
+    ):
+        run = program((1, 4), **options)
+        stats = run.step.lower(run.state, inputs(run)).compile().memory_analysis()
+        compiled = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+        said = estimate(run.config, {"data": 1, "sequence": 4}).total_memory
+        assert 0.75 < said / compiled < 1.35, (said, compiled)
+
+
+def test_hop_bytes_are_those_of_the_compiled_ring():
+    cost = estimate(TrainConfig(preset="llama3-8b", sequence_length=131_072), {"data": 1, "sequence": 8})
+    assert cost.hop_bytes == 2 * 16_384 * 8 * 128 * 2, "k and v, 8 heads of 128, bfloat16"
+    assert cost.wire["keys and values, forward"] == 32 * 7 * cost.hop_bytes
+    assert cost.wire["their gradients"] == 2 * cost.wire["keys and values, forward"], "in float32"
