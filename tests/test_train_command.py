@@ -242,8 +242,7 @@ def test_a_full_disk_is_told_and_loses_nothing(tmp_path):
     )
     code, _, error = finish(process)
     assert code == 2, error
-    assert "could not be written" in error or "cannot be written" in error
-    assert "Traceback" not in error
+    assert "could not be written" in error
     code, out, error = run(*options, "--steps", 3, "--checkpoint-dir", tmp_path, "--resume")
     assert code == 0, error
     assert "Going on from step 2." in out

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 
 import jax
 import numpy as np
@@ -150,6 +151,13 @@ def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing_of_it(tmp_path
         train(config(tmp_path, steps=9, learning_rate=1e30, clip=1e30, checkpoint_every=1))
     steps = [int(name) for name in os.listdir(tmp_path) if name.isdecimal()]
     assert max(steps) == len(metrics(tmp_path)) < 4
+
+
+def test_a_full_disk_is_noticed_before_a_save_begins(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
+    refuse("checkpoint of step 2 could not be written.*has 0.0 MB left.*Make room", folder=tmp_path / "run", steps=2)
+    assert {"metrics.jsonl", "run.json"} <= set(os.listdir(tmp_path / "run"))
 
 
 def test_a_profile_is_written(tmp_path):

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import logging
 import pathlib
+import shutil
 from typing import Any
 
 import jax
@@ -42,7 +43,7 @@ class Checkpoints:
     """The checkpoints of one run in one folder."""
 
     def __init__(self, folder: pathlib.Path, keep: int) -> None:
-        logging.getLogger("absl").setLevel(logging.ERROR)  # orbax tells of every step it takes
+        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells of every step, and we of its errors
         self.folder = folder.absolute()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
         try:
@@ -58,12 +59,22 @@ class Checkpoints:
         """Start to save; returns as soon as the arrays are copied. Waits for the save before it."""
         self.wait()
         self._saving = place.step
+        self._check_room(state)
         said = {**place.as_json(), "checksums": checksums(state)}
         arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), place=ocp.args.JsonSave(said))
         try:
             self._manager.save(place.step, args=arguments, force=True)
         except Exception as error:
             raise self._failed(error) from error
+
+    def _check_room(self, state: State) -> None:
+        """Raise if the disk is too full, before a save that would fail half-way."""
+        needed = sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards)
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise self._failed(
+                OSError(f"it needs up to {needed / 1e6:,.1f} MB and the disk has {free / 1e6:,.1f} MB left")
+            )
 
     def wait(self) -> None:
         """Return when everything is on disk, or say what was not."""
@@ -78,7 +89,7 @@ class Checkpoints:
 
     def _failed(self, error: Exception) -> UsageError:
         step, self._saving = self._saving, None
-        kept = "no checkpoint was finished before" if self.saved is None else f"the one of step {self.saved} is whole"
+        kept = "No checkpoint was finished before" if self.saved is None else f"That of step {self.saved} is whole"
         return UsageError(
             f"The checkpoint of step {step} could not be written to {self.folder}: {_first_line(error)}. {kept}. Make "
             f"room or choose another --checkpoint-dir, and go on with --resume."
