@@ -13,11 +13,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from striped_attention.bias import Bias
 from striped_attention.kernel import Partial
+from striped_attention.mask import Mask
 
 
 def dense_attention(*args: Any, **options: Any) -> Float[Array, "batch queries heads dim"]:
     """The output alone; the arguments are those of `dense_partial`."""
     return dense_partial(*args, **options).out
+
+
+def control_attention(query: Array, key: Array, value: Array, mask: Mask) -> Float[Array, "batch queries heads dim"]:
+    """Dense attention where a model expects the ring, on one device that holds the whole text: for control runs."""
+    position = jnp.arange(query.shape[1], dtype=jnp.int32)
+    lo, hi = mask.bounds(position, query.shape[1])
+    return dense_attention(query, key, value, (lo[:, :, None] <= position) & (position < hi[:, :, None]))
 
 
 def dense_partial(

@@ -1,0 +1,70 @@
+"""Control run: does training on many devices follow the same loss curve as on one?
+
+The trusted run is one device with dense attention. Beside it, with the same weights and data: 2, 4 and 8 virtual devices
+with every layout, on packed documents of Python's standard library, in float32. What counts is the largest relative
+difference of a loss over all steps. Nothing is timed.
+"""
+
+import argparse
+import pathlib
+import sys
+
+import jax
+import numpy as np
+import record
+from jax.sharding import Mesh
+
+from striped_attention.oracle import control_attention
+from striped_attention.training import data
+from striped_attention.training.config import TrainConfig
+from striped_attention.training.step import Program
+
+RUN = dict(sequence_length=1000, batch=1, dtype="float32", learning_rate=3e-3, chunk=64)
+LAYOUTS = (("contiguous", None), ("striped", 1), ("striped", 16), ("zigzag", None))
+
+
+def curve(corpus: data.Corpus, steps: int, devices: int, layout: str, stripe: int | None, attend=None) -> np.ndarray:
+    """The losses of a run."""
+    config = TrainConfig(**RUN, steps=steps, layout=layout, stripe=stripe)
+    mesh = Mesh(np.array(jax.devices()[:devices]).reshape(1, devices), ("data", "sequence"))
+    program = Program(config, mesh, attend)
+    state, losses = program.fresh_state(), []
+    for step in range(steps):
+        batch = data.read(corpus, step, program.rows, config.sequence_length, config.seed)
+        state, metrics = program.step(state, program.place(batch))
+        losses.append(float(metrics["loss"]))
+    return np.array(losses)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=50, help="of every run")
+    parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8], help="devices of the sequence axis")
+    parser.add_argument("--output", type=pathlib.Path, default=record.RESULTS / "train_control.json")
+    arguments = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(arguments.devices))
+    document = record.metadata("train_control", {**RUN, "steps": arguments.steps, "preset": "debug"})
+    corpus = data.load(None, None, None, TrainConfig().model.vocabulary)
+    record.progress("control: 1 device, dense attention")
+    control = curve(corpus, arguments.steps, 1, "contiguous", None, control_attention)
+    runs = []
+    for layout, stripe in LAYOUTS:
+        for devices in arguments.devices:
+            losses = curve(corpus, arguments.steps, devices, layout, stripe)
+            name = f"{layout}({stripe or ''})"
+            difference = float(np.abs(losses / control - 1).max())
+            record.progress(name, f"{devices} devices", f"largest relative difference {difference:.1e}")
+            runs.append(
+                {"layout": name, "devices": devices, "largest_difference": difference, "losses": losses.tolist()}
+            )
+    rows = [["largest relative difference", *(f"{n} devices" for n in arguments.devices)]]
+    for name in dict.fromkeys(run["layout"] for run in runs):
+        rows.append([name, *(f"{run['largest_difference']:.1e}" for run in runs if run["layout"] == name)])
+    print(record.table(rows), end="\n\n")
+    record.write({**document, "control": control.tolist(), "runs": runs}, arguments.output)
+    return 0 if max(run["largest_difference"] for run in runs) < 1e-4 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
