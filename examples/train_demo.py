@@ -27,7 +27,7 @@ from striped_attention.training.step import Program
 from striped_attention.training.trainer import train
 
 DEVICES = 8
-TRAIN = TrainConfig(sequence_length=2048, steps=80, learning_rate=3e-3, warmup=5, dtype="float32", cpu_devices=DEVICES)
+TRAIN = TrainConfig(sequence_length=2048, steps=60, learning_rate=3e-3, warmup=5, dtype="float32", cpu_devices=DEVICES)
 COMPARE = TrainConfig(
     sequence_length=8192, layers=1, dtype="float32", cpu_devices=1, local_processes=2, stripe=256, data=None
 )
@@ -110,9 +110,8 @@ def count() -> None:
 def main() -> int:
     learn()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    print(
-        f"2. One training step of {COMPARE.sequence_length:,} tokens on two processes with a core each.\n", flush=True
-    )
+    length = COMPARE.sequence_length
+    print(f"2. One training step of {length:,} tokens (packed files) on two processes with a core each.\n", flush=True)
     if cores >= 2:
         code = launch.start_local(COMPARE, compare)
         if code:
