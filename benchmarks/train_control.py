@@ -1,8 +1,8 @@
 """Control run: does training on many devices follow the same loss curve as on one?
 
 The trusted run is one device with dense attention. Beside it, with the same weights and data: 2, 4 and 8 virtual
-devices with every layout, on packed documents of Python's standard library, in float32. What counts is the largest relative
-difference of a loss over all steps. Nothing is timed.
+devices with every layout, on packed documents of Python's standard library, in float32. What counts is the largest
+relative difference of a loss over all steps. Nothing is timed.
 """
 
 import argparse
