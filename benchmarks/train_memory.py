@@ -1,12 +1,19 @@
 """Memory of a training step: what one device needs, from the compiled program, over lengths and devices.
 
-The step of `striped train` is compiled for virtual CPU devices and asked for its memory; nothing is run. Beside it
-stands what `striped train --dry-run` says of the same step, so that one sees how far to trust it.
+The step of `striped train` is compiled and asked for its memory; nothing is run. Beside it stands what the dry run
+(`striped train --dry-run`) says of the same step, so that one sees how far to trust it. By default a small model for
+virtual CPU devices; on a machine with a GPU
+
+    python benchmarks/train_memory.py --mock-gpus 8 --preset 1b --lengths 65536 262144
+
+compiles for 8 of them, of which only one needs to exist.
 """
 
 import argparse
+import os
 import pathlib
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,20 +22,17 @@ from jax.sharding import Mesh
 
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.cost import estimate
-from striped_attention.training.data import Batch
 from striped_attention.training.step import Program
 
-MODEL = dict(preset="debug", layers=4, dim=256, ffn=768, heads=8, kv_heads=4, dtype="bfloat16", chunk=1024)
+SMALL = dict(preset="debug", layers=4, dim=256, ffn=768, heads=8, kv_heads=4)
 
 
-def measure(length: int, devices: int) -> dict[str, int]:
+def measure(options: dict[str, Any], length: int, devices: int) -> dict[str, int]:
     """Bytes of one device: arguments (state and batch), temporaries, and the dry run's total."""
-    config = TrainConfig(**MODEL, sequence_length=length)
+    config = TrainConfig(**options, sequence_length=length)
     mesh = Mesh(np.array(jax.devices()[:devices]).reshape(1, devices), ("data", "sequence"))
     program = Program(config, mesh)
-    zeros = np.zeros((1, length), np.int32)
-    inputs = program.place(Batch(zeros, zeros, zeros.astype(np.float32), zeros))
-    stats = program.step.lower(program.state, inputs).compile().memory_analysis()
+    stats = program.step.lower(program.state, program.inputs).compile().memory_analysis()
     return {
         "state_and_batch": stats.argument_size_in_bytes,
         "temporaries": stats.temp_size_in_bytes,
@@ -37,28 +41,43 @@ def measure(length: int, devices: int) -> dict[str, int]:
     }
 
 
+def prepare(mock_gpus: int | None, devices: list[int]) -> None:
+    """Choose the devices to compile for, before JAX starts."""
+    if mock_gpus is None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", max(devices))
+    else:
+        os.environ["XLA_FLAGS"] = "--xla_gpu_shard_autotuning=false"  # it waits for GPUs that are not there
+        jax.config.update("jax_mock_gpu_topology", f"{mock_gpus}x1x1")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     lengths = [4096, 8192, 16_384, 32_768, 65_536]
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="tokens of a sequence")
-    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8], help="devices of the sequence axis")
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8], help="virtual CPU devices")
+    parser.add_argument("--mock-gpus", type=int, help="compile for this many GPUs instead")
+    parser.add_argument("--preset", help="a model of `striped train` instead of the small one")
+    parser.add_argument("--dtype", default="bfloat16", help="what the model computes in")
     parser.add_argument("--output", type=pathlib.Path, default=record.RESULTS / "train_memory.json")
     arguments = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", max(arguments.devices))
-    configuration = {"model": MODEL, "lengths": arguments.lengths, "devices": arguments.devices}
-    document = record.metadata("train_memory", configuration)
-    bytes_ = {}
+    model: dict[str, Any] = SMALL if arguments.preset is None else dict(preset=arguments.preset)
+    options = {**model, "dtype": arguments.dtype}
+    counts = arguments.devices if arguments.mock_gpus is None else [arguments.mock_gpus]
+    prepare(arguments.mock_gpus, counts)
+    document = record.metadata("train_memory", {"options": options, "lengths": arguments.lengths, "devices": counts})
+    document["device"] = jax.devices()[0].device_kind
+    found = {}
     for length in arguments.lengths:
-        for devices in arguments.devices:
+        for devices in counts:
             record.progress(f"T = {length}", f"{devices} devices")
-            bytes_[length, devices] = measure(length, devices)
-    rows = [["MB per device (dry run)", *(f"{n} devices" for n in arguments.devices)]]
+            found[length, devices] = measure(options, length, devices)
+    rows = [["MB per device (dry run)", *(f"{n} devices" for n in counts)]]
     for length in arguments.lengths:
-        cells = (bytes_[length, n] for n in arguments.devices)
+        cells = (found[length, n] for n in counts)
         rows.append([f"T = {length}", *(f"{c['together'] / 1e6:.0f} ({c['dry_run'] / 1e6:.0f})" for c in cells)])
     print(record.table(rows), end="\n\n")
-    results = [{"length": length, "devices": n, **found} for (length, n), found in bytes_.items()]
+    results = [{"length": length, "devices": n, **sizes} for (length, n), sizes in found.items()]
     record.write({**document, "bytes_per_device": results}, arguments.output)
     return 0
 

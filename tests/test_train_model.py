@@ -131,7 +131,7 @@ def test_packed_documents_do_not_see_each_other():
 @functools.cache
 def compiled_text(remat="attention", devices=2, **options):
     run = program((1, devices), remat=remat, **options)
-    return run.step.lower(run.state, inputs(run)).compile().as_text()
+    return run.step.lower(run.state, run.inputs).compile().as_text()
 
 
 def test_nothing_of_size_length_times_ffn_or_vocabulary_exists():
@@ -163,7 +163,7 @@ def test_remat_changes_no_number(remat):
 def test_peak_memory_grows_with_length_over_devices():
     def peak(length, devices):
         run = program((1, devices), sequence_length=length, batch=1, chunk=128)
-        stats = run.step.lower(run.state, inputs(run)).compile().memory_analysis()
+        stats = run.step.lower(run.state, run.inputs).compile().memory_analysis()
         return stats.temp_size_in_bytes
 
     base = peak(4096, 4)

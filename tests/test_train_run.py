@@ -202,14 +202,14 @@ def test_a_dry_run_says_what_is_needed_and_touches_no_device(capsys):
 
 def test_the_dry_runs_memory_is_that_of_the_compiled_step():
     """Within a quarter, where activations matter and where weights do."""
-    from tests.test_train_model import inputs, program
+    from tests.test_train_model import program
 
     for options in (
         dict(sequence_length=8192, batch=1, dim=64, ffn=128, heads=4, kv_heads=2, chunk=256, dtype="float32"),
         dict(sequence_length=512, batch=1, dim=256, ffn=1024, heads=4, kv_heads=4, chunk=64, dtype="float32"),
     ):
         run = program((1, 4), **options)
-        stats = run.step.lower(run.state, inputs(run)).compile().memory_analysis()
+        stats = run.step.lower(run.state, run.inputs).compile().memory_analysis()
         compiled = stats.argument_size_in_bytes + stats.temp_size_in_bytes
         said = estimate(run.config, {"data": 1, "sequence": 4}).total_memory
         assert 0.75 < said / compiled < 1.35, (said, compiled)

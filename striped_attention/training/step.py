@@ -183,6 +183,19 @@ class Program:
 
         return Inputs(put(tokens), put(targets), put(weights), jax.tree.map(put, mask), self.flags(False))
 
+    @property
+    def inputs(self) -> Inputs:
+        """Shapes, dtypes and shardings of a batch on the mesh, without a batch."""
+        layout, devices, length = self.compute.layout, self.compute.devices, self.compute.length
+
+        def tokens(dtype: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(self._shape, dtype, sharding=self._sharding(AXES.tokens))
+
+        mask = dataclasses.replace(sa.causal(), lo=tokens(jnp.int32), length=length, placed=(layout, devices))
+        everybody = self._sharding(PartitionSpec(AXES.everything))
+        stop = jax.ShapeDtypeStruct((self.mesh.size,), jnp.int32, sharding=everybody)
+        return Inputs(tokens(jnp.int32), tokens(jnp.int32), tokens(jnp.float32), mask, stop)
+
     def flags(self, stop: bool) -> jax.Array:
         """This process's wish to stop, for `Inputs.stop`: all processes see every wish after the same step."""
         mine = np.full(self.mesh.size, stop, np.int32)

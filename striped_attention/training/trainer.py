@@ -128,7 +128,7 @@ def _write_record(folder: pathlib.Path, config: TrainConfig, sizes: dict[str, in
 
 
 class _Run:
-    """One run of the loop, compiled and with its first batch at hand."""
+    """One run of the loop, compiled."""
 
     def __init__(self, program: Program, corpus: data.Corpus, watch: Watch, place: Place) -> None:
         self.program, self.corpus, self.watch, self.place = program, corpus, watch, place
@@ -139,7 +139,7 @@ class _Run:
         self.peak = None if peak is None else peak * program.mesh.size
         watch.say("Compiling …")
         try:
-            self.step = program.step.lower(program.state, self._inputs(place.rows)[0]).compile()
+            self.step = program.step.lower(program.state, program.inputs).compile()
         except (ValueError, NotImplementedError) as error:
             raise UsageError(str(error)) from error
 
