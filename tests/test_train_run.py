@@ -13,6 +13,7 @@ from striped_attention.training import dry_run
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.cost import estimate
 from striped_attention.training.errors import Diverged, UsageError
+from striped_attention.training.step import Program
 from striped_attention.training.trainer import mesh_sizes, train
 
 TINY = dict(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, dtype="float32", sequence_length=64, batch=2)
@@ -158,6 +159,14 @@ def test_a_full_disk_is_noticed_before_a_save_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10_000))
     refuse("checkpoint of step 2 could not be written.*has 0.0 MB left.*Make room", folder=tmp_path / "run", steps=2)
     assert {"metrics.jsonl", "run.json"} <= set(os.listdir(tmp_path / "run"))
+
+
+def test_too_little_memory_says_how_much_is_needed(monkeypatch):
+    def full(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12345 bytes.")
+
+    monkeypatch.setattr(Program, "fresh_state", full)
+    refuse(r"memory is too small: a step of 2 × 64 tokens needs about [\d.]+ kB on each. Use more devices", steps=2)
 
 
 def test_a_profile_is_written(tmp_path):

@@ -145,3 +145,11 @@ def _sizes(model: ModelConfig) -> dict[str, int]:
 def _is_split(specs: Any, name: str) -> bool:
     spec = specs[name] if name in _OUTER else specs["layers"][name]
     return any(entry is not None for entry in spec)
+
+
+def gigabytes(size: int) -> str:
+    """Bytes as a person reads them."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size:.0f} B"

@@ -4,7 +4,7 @@ import rich.console
 import rich.table
 
 from striped_attention.training.config import TrainConfig
-from striped_attention.training.cost import Cost, estimate
+from striped_attention.training.cost import Cost, estimate, gigabytes
 
 
 def show(config: TrainConfig, mesh: dict[str, int]) -> None:
@@ -50,11 +50,3 @@ def _work(cost: Cost) -> rich.table.Table:
     for part, size in cost.wire.items():
         table.add_row(f"sent: {part}", gigabytes(size))
     return table
-
-
-def gigabytes(size: int) -> str:
-    """Bytes as a person reads them."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= scale:
-            return f"{size / scale:.2f} {unit}"
-    return f"{size:.0f} B"

@@ -1,6 +1,7 @@
 """Trainer: the loop around a step. It resumes, feeds, watches, saves, and leaves in order when it is asked to."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import math
@@ -8,6 +9,7 @@ import pathlib
 import platform
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -19,7 +21,7 @@ from striped_attention.parallel import AXES, check_devices, make_mesh, parse_mes
 from striped_attention.training import data
 from striped_attention.training.checkpoint import Checkpoints, Place, write_json
 from striped_attention.training.config import TrainConfig
-from striped_attention.training.cost import attention_flops, matrix_flops
+from striped_attention.training.cost import attention_flops, estimate, gigabytes, matrix_flops
 from striped_attention.training.errors import Diverged, UsageError
 from striped_attention.training.step import Inputs, Program, State
 from striped_attention.training.watch import Watch
@@ -43,7 +45,7 @@ def train(config: TrainConfig) -> State:
         checkpoints = Checkpoints(config.checkpoint_dir, config.keep)
         place = checkpoints.place(like=place)
     main = jax.process_index() == 0
-    with Watch(place.step, config.steps, quiet=not main) as watch:
+    with _room(config, sizes), Watch(place.step, config.steps, quiet=not main) as watch:
         watch.say(describe(program, corpus))
         run = _Run(program, corpus, watch, place)
         if checkpoints is not None:
@@ -80,6 +82,21 @@ def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
             f"axis; got {config.sequence_length}."
         )
     return sizes
+
+
+@contextlib.contextmanager
+def _room(config: TrainConfig, sizes: dict[str, int]) -> Iterator[None]:
+    """Say what to do when the devices' memory is too small."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        need = gigabytes(estimate(config, sizes).total_memory)
+        raise UsageError(
+            f"The devices' memory is too small: a step of {config.batch} × {config.sequence_length} tokens needs about "
+            f"{need} on each. Use more devices or a shorter --sequence-length; --dry-run shows the parts."
+        ) from error
 
 
 def describe(program: Program, corpus: data.Corpus) -> str:
