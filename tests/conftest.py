@@ -1,16 +1,4 @@
-"""Every test runs on 8 virtual CPU devices, with strict dtypes and with shapes and types checked at run time.
-
-Programs that several tests compile, in whatever process, are compiled once: they share a cache for as long as the run.
-"""
-
-import atexit
-import os
-import shutil
-import tempfile
-
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # the first process; the others inherit its choice
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="striped-attention-compiled-")
-    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+"""Every test runs on 8 virtual CPU devices, with strict dtypes and with shapes and types checked at run time."""
 
 import jax
 from jaxtyping import install_import_hook
