@@ -1,9 +1,12 @@
 """The command `striped`. Every subcommand's options are one dataclass, from which tyro makes flags and help."""
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
+
+import jax
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,7 +33,7 @@ def train(config: Any) -> int:
 
     def run() -> int:
         if config.dry_run:
-            dry_run.show(config, trainer.mesh_sizes(config, None))
+            dry_run.show(config, trainer.mesh_sizes(config, config.cpu_devices))
             return 0
         if config.local_processes is not None:
             return launch.start_local(config, train)
@@ -48,8 +51,20 @@ def _guard(run: Callable[[], int]) -> int:
     try:
         return run()
     except (UsageError, Diverged) as error:
-        print(f"striped: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, UsageError) else 1
+        message, code = str(error), 2 if isinstance(error, UsageError) else 1
+    except Exception as error:
+        if not (jax.distributed.is_initialized() and _lost_contact(error)):
+            raise
+        message, code = f"another process is gone: {str(error).splitlines()[0]}", 1
+    print(f"striped: {message}", file=sys.stderr, flush=True)
+    if jax.distributed.is_initialized():
+        os._exit(code)  # JAX's own way out waits minutes for the other processes, who may be waiting for this one
+    return code
+
+
+def _lost_contact(error: Exception) -> bool:
+    """Whether an error says that a collective operation had nobody to work with."""
+    return isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
 
 
 def _missing(error: ModuleNotFoundError) -> int:

@@ -79,8 +79,7 @@ def check_devices(sizes: dict[str, int], devices: int) -> None:
     if needed != devices:
         axes = ",".join(f"{name}={size}" for name, size in sizes.items())
         raise ValueError(
-            f"The mesh {axes} needs {needed} devices, but there are {devices}. Choose sizes with that product; "
-            f"on a CPU --cpu-devices {needed} makes as many virtual devices."
+            f"The mesh {axes} needs {needed} devices, but there are {devices}. Choose sizes with that product."
         )
 
 

@@ -141,6 +141,25 @@ def test_a_signal_to_the_parent_stops_all_local_processes_together(tmp_path):
     assert checkpoints(tmp_path) == [steps_done(tmp_path)[-1]]
 
 
+def test_an_error_in_one_of_two_processes_ends_both(tmp_path):
+    """Process 1 finds no data, process 0 waits for it: neither may wait for minutes."""
+    address = f"127.0.0.1:{free_port()}"
+    cluster = [
+        start(
+            *(*TINY, "--cpu-devices", 1, "--steps", 100_000, "--data", data),
+            *("--coordinator", address, "--num-processes", 2, "--process-id", i),
+        )
+        for i, data in enumerate((__file__, tmp_path / "nothing"))
+    ]
+    code, _, error = finish(cluster[1])
+    ended = time.monotonic()
+    assert code == 2
+    assert error.endswith("tokens as .npy or .bin.\n")
+    code, _, error = finish(cluster[0])
+    assert code != 0
+    assert time.monotonic() - ended < 60
+
+
 def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -77,6 +77,18 @@ def test_a_tokenizer_json_makes_the_tokens(tmp_path):
     assert corpus.tokens.tolist() == [0, 1, 0, 2]
 
 
+def test_a_tokenizers_truncation_and_padding_are_for_short_texts(tmp_path):
+    import tokenizers
+
+    path = write_tokenizer(tmp_path / "tokenizer.json", {"hello": 0, "</s>": 2, "[UNK]": 3})
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=8)
+    tokenizer.save(str(path))
+    (tmp_path / "text.txt").write_text("hello " * 100)
+    assert load(tmp_path / "text.txt", tokenizer=path).tokens.tolist() == [0] * 100 + [2]
+
+
 def write_tokenizer(path, vocabulary):
     import tokenizers
 
@@ -115,6 +127,7 @@ BAD = {
     "--end-token is for": lambda path: bad_file(path, "x.txt", b"abcd", end=3),
     "vocabulary of at least 257": lambda path: bad_file(path, "x.txt", b"abcd", vocabulary=256),
     "not a Hugging Face tokenizer.json": lambda path: bad_tokenizer(path, "{}"),
+    "give one file, not a folder": lambda path: bad_file(path, "shard.bin", b"abcd") | dict(path=path),
     "is not a file": lambda path: bad_file(path, "x.txt", b"abcd", tokenizer=path / "none.json"),
 }
 

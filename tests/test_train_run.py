@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from striped_attention.training import dry_run
+from striped_attention.training import dry_run, watch
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.cost import estimate
 from striped_attention.training.errors import Diverged, UsageError
@@ -133,6 +133,7 @@ def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path):
     [
         (dict(dim=32), "of another model: dim 16 there, 32 here"),
         (dict(seed=1), "another --seed"),
+        (dict(sequence_length=60), "another --sequence-length"),
         (dict(data=pathlib.Path(__file__)), "another --data"),
     ],
 )
@@ -145,13 +146,36 @@ def test_nothing_to_resume(tmp_path):
     refuse("found no checkpoint", folder=tmp_path, resume=True)
 
 
-def test_a_loss_that_is_no_number_stops_the_run_and_saves_nothing_of_it(tmp_path):
-    with pytest.raises(
-        Diverged, match=r"step [234] is not finite.*last good checkpoint is step [123]'s.*learning-rate"
-    ):
-        train(config(tmp_path, steps=9, learning_rate=1e30, clip=1e30, checkpoint_every=1))
-    steps = [int(name) for name in os.listdir(tmp_path) if name.isdecimal()]
-    assert max(steps) == len(metrics(tmp_path)) < 4
+def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoint(tmp_path):
+    train(config(tmp_path, steps=3, checkpoint_every=1))
+    broken = config(tmp_path, steps=9, learning_rate=1e30, clip=1e30, checkpoint_every=1, resume=True)
+    with pytest.raises(Diverged, match=r"step 5 is not finite.*step 3's \(move .*4 away.*learning-rate"):
+        train(broken)
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4]
+    shutil.rmtree(tmp_path / "4")
+    train(config(tmp_path, steps=4, resume=True))
+    assert np.isfinite(losses(tmp_path)[-1])
+
+
+def test_a_run_interrupted_before_its_first_checkpoint_starts_again(tmp_path):
+    train(config(tmp_path, steps=2))
+    shutil.rmtree(tmp_path / "2")
+    train(config(tmp_path, steps=2, resume=True))
+    assert len(losses(tmp_path)) == 2
+
+
+def test_a_damaged_record_is_told_and_left_as_it_is(tmp_path):
+    train(config(tmp_path, steps=1))
+    (tmp_path / "run.json").write_text("[{")
+    before = snapshot(tmp_path)
+    refuse("run.json is damaged", folder=tmp_path, steps=2, resume=True)
+    assert snapshot(tmp_path) == before
+
+
+def test_metrics_that_cannot_be_written_are_told(tmp_path, monkeypatch):
+    full = pathlib.Path("/dev/full").open("a")  # noqa: SIM115
+    monkeypatch.setattr(watch, "_open_metrics", lambda *_: full)
+    refuse("Metrics cannot be written.*No space left on device", folder=tmp_path, steps=2)
 
 
 def test_a_full_disk_is_noticed_before_a_save_begins(tmp_path, monkeypatch):
@@ -175,7 +199,7 @@ def test_a_profile_is_written(tmp_path):
 
 
 BAD = [
-    (dict(mesh="data=3,sequence=2"), "needs 6 devices, but there are 8.*--cpu-devices 6"),
+    (dict(mesh="data=3,sequence=2"), "needs 6 devices, but there are 8.*--cpu-devices"),
     (dict(mesh="rows=8"), "must be written like data=2,sequence=4"),
     (dict(mesh="data=8", batch=6), "--batch must be a multiple of the mesh's data axis, 8; got 6"),
     (dict(sequence_length=7), "--sequence-length must be at least the 8 devices"),
@@ -184,6 +208,8 @@ BAD = [
     (dict(kv_heads=3, heads=4), "multiple of its kv_heads"),
     (dict(layout="zigzag", stripe=4), "--stripe is for --layout striped"),
     (dict(steps=0), "--steps must be at least 1; got 0"),
+    (dict(clip=float("nan")), "--clip must be above 0; got nan"),
+    (dict(seed=2**40), "--seed must be less than 4294967296"),
     (dict(learning_rate=float("nan")), "--learning-rate must be at least 0; got nan"),
     (dict(warmup=5, steps=5), "--warmup must be at least 0 and less than the 5 steps"),
     (dict(resume=True), "--resume needs --checkpoint-dir"),
@@ -210,7 +236,7 @@ def test_a_dry_run_says_what_is_needed_and_touches_no_device(capsys):
 
 
 def test_the_dry_runs_memory_is_that_of_the_compiled_step():
-    """Within a quarter, where activations matter and where weights do."""
+    """Where activations matter and where weights do."""
     from tests.test_train_model import program
 
     for options in (
@@ -221,10 +247,10 @@ def test_the_dry_runs_memory_is_that_of_the_compiled_step():
         stats = run.step.lower(run.state, run.inputs).compile().memory_analysis()
         compiled = stats.argument_size_in_bytes + stats.temp_size_in_bytes
         said = estimate(run.config, {"data": 1, "sequence": 4}).total_memory
-        assert 0.75 < said / compiled < 1.35, (said, compiled)
+        assert 0.75 < said / compiled < 1.25, (said, compiled)
 
 
-def test_hop_bytes_are_those_of_the_compiled_ring():
+def test_hop_bytes_count_key_heads_in_the_compute_dtype():
     cost = estimate(TrainConfig(preset="llama3-8b", sequence_length=131_072), {"data": 1, "sequence": 8})
     assert cost.hop_bytes == 2 * 16_384 * 8 * 128 * 2, "k and v, 8 heads of 128, bfloat16"
     assert cost.wire["keys and values, forward"] == 32 * 7 * cost.hop_bytes

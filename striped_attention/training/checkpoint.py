@@ -6,11 +6,13 @@ Beside the arrays it holds a small JSON: the model's shape, the place in the dat
 every array, so that a disk that has changed a byte is found out.
 """
 
+import contextlib
 import dataclasses
 import json
 import logging
 import pathlib
 import shutil
+import threading
 from typing import Any
 
 import jax
@@ -34,6 +36,8 @@ class Place:
     model: dict[str, Any]
     corpus: str
     seed: int
+    length: int
+    end: int | None
 
     def as_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "written_by": __version__, **dataclasses.asdict(self)}
@@ -96,8 +100,10 @@ class Checkpoints:
         )
 
     def place(self, like: Place) -> Place:
-        """What the newest checkpoint says of itself. It must be of the same model and data as `like`."""
+        """What the newest checkpoint says of itself. It must be of the same model and data as `like`, the beginning."""
         step = self._manager.latest_step()
+        if step is None and (self.folder / "run.json").exists():
+            return like  # a run that was interrupted before its first checkpoint
         if step is None:
             raise UsageError(
                 f"--resume found no checkpoint in {self.folder}. Is it the right folder? Without --resume a run starts "
@@ -138,6 +144,21 @@ class Checkpoints:
             f"It was left as it is. {advice}"
         )
 
+    def steps(self) -> list[int]:
+        """The steps of all whole checkpoints, oldest first."""
+        return sorted(self._manager.all_steps())
+
+    def abandon(self, seconds: float = 30) -> None:
+        """Give a save that is under way time to finish. What goes wrong with it is not told: another error is."""
+
+        def finish() -> None:
+            with contextlib.suppress(Exception):
+                self._manager.wait_until_finished()
+
+        thread = threading.Thread(target=finish, daemon=True)
+        thread.start()
+        thread.join(seconds)
+
     def close(self) -> None:
         self._manager.close()
 
@@ -169,7 +190,8 @@ def _check_same_run(place: Place, wanted: Place, folder: pathlib.Path) -> None:
         raise UsageError(
             f"The checkpoint in {folder} is of another model: {', '.join(other)}. Give it the same options."
         )
-    for name, flag in (("corpus", "--data"), ("seed", "--seed")):
+    flags = {"corpus": "--data", "seed": "--seed", "length": "--sequence-length", "end": "--end-token"}
+    for name, flag in flags.items():
         there, here = getattr(place, name), getattr(wanted, name)
         if there != here:
             raise UsageError(

@@ -74,7 +74,7 @@ class TrainConfig:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """What the model computes in. Weights, their gradients' sums and the optimiser's state are float32 always."""
     remat: Literal["attention", "full", "none"] = "attention"
-    """What the backward pass computes again: all but attention, everything, or nothing (most memory)."""
+    """What is kept of attention for the backward pass: its result, nothing, or its inputs as well (most memory)."""
     chunk: int = 1024
     """Tokens that the feed-forward layers and the loss take at a time, on each device."""
     kernel: str = "auto"
@@ -121,7 +121,9 @@ class TrainConfig:
             _at_least(self, name, 0)
         if self.warmup is not None and not 0 <= self.warmup < self.steps:
             raise UsageError(f"--warmup must be at least 0 and less than the {self.steps} steps; got {self.warmup}.")
-        if self.clip <= 0:
+        if self.seed >= 2**32:
+            raise UsageError(f"--seed must be less than {2**32}; got {self.seed}.")
+        if not self.clip > 0:  # NaN is not
             raise UsageError(f"--clip must be above 0; got {self.clip}. For no clipping choose a large number.")
         if self.stripe is not None and self.layout != "striped":
             raise UsageError(f"--stripe is for --layout striped; got --layout {self.layout}. Leave one of them out.")

@@ -16,6 +16,7 @@ Sources (`load`):
 import dataclasses
 import functools
 import hashlib
+import os
 import pathlib
 import sysconfig
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ import numpy as np
 
 from striped_attention.training.errors import UsageError
 
+TOKENS = (".npy", ".bin")
 BYTES = 256  # values of a byte; the token that ends a document comes after them
 
 
@@ -98,7 +100,7 @@ def load(path: pathlib.Path | None, tokenizer: pathlib.Path | None, end: int | N
         raise UsageError(
             f"--data {path} does not exist. Give a text file, a folder of them, or tokens as .npy or .bin."
         )
-    if path is not None and path.suffix in (".npy", ".bin"):
+    if path is not None and path.suffix in TOKENS and path.is_file():
         corpus = _tokens(path, tokenizer, end, vocabulary)
     else:
         if end is not None:
@@ -127,6 +129,8 @@ def _tokens(path: pathlib.Path, tokenizer: pathlib.Path | None, end: int | None,
             )
         return Corpus(tokens, end, vocabulary, str(path))
     dtype = np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"{path} cannot be read: permission denied.")
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise UsageError(
@@ -166,9 +170,11 @@ def _standard_library() -> list[pathlib.Path]:
 def _files(path: pathlib.Path) -> list[pathlib.Path]:
     if path.is_file():
         return [path]
-    return sorted(
-        p for p in path.rglob("*") if p.is_file() and not any(q.startswith(".") for q in p.relative_to(path).parts)
-    )
+    files = [p for p in path.rglob("*") if not any(part.startswith(".") for part in p.relative_to(path).parts)]
+    tokens = [p for p in files if p.suffix in TOKENS]
+    if tokens:
+        raise UsageError(f"{path} holds tokens ({tokens[0].name}); of those give one file, not a folder.")
+    return sorted(p for p in files if p.is_file())
 
 
 def _read(path: pathlib.Path) -> bytes:
@@ -194,6 +200,8 @@ def _tokenizer(path: pathlib.Path) -> tuple[Any, int, int]:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise UsageError(f"{path} is not a Hugging Face tokenizer.json: {error}.") from error
+    tokenizer.no_truncation()  # what suits short texts does not suit a corpus
+    tokenizer.no_padding()
     names = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[SEP]")
     end = next((token for token in map(tokenizer.token_to_id, names) if token is not None), None)
     if end is None:
@@ -206,4 +214,4 @@ def _tokenizer(path: pathlib.Path) -> tuple[Any, int, int]:
             raise UsageError(f"{file} is not UTF-8 text ({error}). Convert it, or keep it out of --data.") from error
         return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
-    return encode, end, tokenizer.get_vocab_size()
+    return encode, end, max(tokenizer.get_vocab().values()) + 1

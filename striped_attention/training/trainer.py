@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import platform
 import signal
@@ -38,30 +39,49 @@ def train(config: TrainConfig) -> State:
     corpus = data.load(config.data, config.tokenizer, config.end_token, config.model.vocabulary)
     data.read(corpus, 0, range(1), config.sequence_length, config.seed)
     program = Program(config, make_mesh(sizes))
-    place = Place(0, 0, dataclasses.asdict(config.model), corpus.fingerprint, config.seed)
-    checkpoints = None
+    start = _start(config, corpus)
     _check_folder(config)
+    checkpoints, place = None, start
     if config.checkpoint_dir is not None and config.resume:
         checkpoints = Checkpoints(config.checkpoint_dir, config.keep)
-        place = checkpoints.place(like=place)
+        place = checkpoints.place(like=start)
     main = jax.process_index() == 0
-    with _room(config, sizes), Watch(place.step, config.steps, quiet=not main) as watch:
+    with _Signals() as asked, _room(config, sizes), Watch(place.step, config.steps, quiet=not main) as watch:
         watch.say(describe(program, corpus))
         run = _Run(program, corpus, watch, place)
-        if checkpoints is not None:
-            watch.say(f"Going on from step {place.step}.")
+        if checkpoints is not None and place.step > 0:
             state = checkpoints.restore(place.step, program.state)
         else:
             state = program.fresh_state()
-            if config.checkpoint_dir is not None:
-                checkpoints = Checkpoints(config.checkpoint_dir, config.keep)
+        if config.resume:
+            watch.say(f"Going on from step {place.step}.")
+        if config.checkpoint_dir is not None and checkpoints is None:
+            checkpoints = Checkpoints(config.checkpoint_dir, config.keep)
         if checkpoints is not None and main:
-            watch.keep(checkpoints.folder)
             _write_record(checkpoints.folder, config, sizes, place)
-        state = run.loop(state, checkpoints)
+            watch.keep(checkpoints.folder)
+        try:
+            state = run.loop(state, checkpoints, asked)
+        except BaseException:
+            if checkpoints is not None:
+                checkpoints.abandon()
+            raise
     if checkpoints is not None:
         checkpoints.close()
     return state
+
+
+def _start(config: TrainConfig, corpus: data.Corpus) -> Place:
+    """Where a new run begins, and what it is a run of."""
+    return Place(
+        step=0,
+        rows=0,
+        model=dataclasses.asdict(config.model),
+        corpus=corpus.fingerprint,
+        seed=config.seed,
+        length=config.sequence_length,
+        end=corpus.end,
+    )
 
 
 def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
@@ -71,7 +91,7 @@ def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
         if devices is not None:
             check_devices(sizes, devices)
     except ValueError as error:
-        raise UsageError(str(error)) from error
+        raise UsageError(f"{error} On a CPU --cpu-devices makes as many virtual devices as you like.") from error
     if config.batch % sizes[AXES.batch]:
         raise UsageError(
             f"--batch must be a multiple of the mesh's {AXES.batch} axis, {sizes[AXES.batch]}; got {config.batch}."
@@ -128,7 +148,10 @@ def _check_folder(config: TrainConfig) -> None:
 def _write_record(folder: pathlib.Path, config: TrainConfig, sizes: dict[str, int], place: Place) -> None:
     """run.json: the options of this run and of those that it goes on from."""
     path = folder / "run.json"
-    runs = json.loads(path.read_text()) if path.exists() else []
+    try:
+        runs = json.loads(path.read_text()) if path.exists() else []
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged ({error}). Move it away and go on with --resume.") from error
     runs.append(
         {
             "from_step": place.step,
@@ -141,7 +164,10 @@ def _write_record(folder: pathlib.Path, config: TrainConfig, sizes: dict[str, in
             "versions": {"striped_attention": __version__, "jax": jax.__version__, "python": platform.python_version()},
         }
     )
-    write_json(path, runs)
+    try:
+        write_json(path, runs)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}. Make room or choose another folder.") from error
 
 
 class _Run:
@@ -151,7 +177,7 @@ class _Run:
         self.program, self.corpus, self.watch, self.place = program, corpus, watch, place
         self.config = program.config
         self.checkpoints: Checkpoints | None = None
-        self.profiling = False
+        self.profiling = self.profiled = False
         peak = peak_flops(program.mesh.devices.flat[0].device_kind)
         self.peak = None if peak is None else peak * program.mesh.size
         watch.say("Compiling …")
@@ -160,11 +186,11 @@ class _Run:
         except (ValueError, NotImplementedError) as error:
             raise UsageError(str(error)) from error
 
-    def loop(self, state: State, checkpoints: Checkpoints | None) -> State:
+    def loop(self, state: State, checkpoints: Checkpoints | None, asked: "_Signals") -> State:
         """All steps that are left, or fewer if somebody asks to stop."""
         config, self.checkpoints = self.config, checkpoints
-        asked = _Signals()
-        with concurrent.futures.ThreadPoolExecutor(1) as ahead, asked:
+        stop = False
+        with concurrent.futures.ThreadPoolExecutor(1) as ahead:
             inputs = ahead.submit(self._inputs, self.place.rows)
             for done, step in enumerate(range(self.place.step + 1, config.steps + 1)):
                 self._profile(done)
@@ -182,7 +208,7 @@ class _Run:
                     checkpoints.save(state, self.place)
                 if stop:
                     break
-        self._finish(asked.name)
+        self._finish((asked.name or "Another process was asked to stop") if stop else None)
         return state
 
     def _inputs(self, place: int) -> tuple[Inputs, int]:
@@ -196,10 +222,14 @@ class _Run:
         broken = [name for name, value in metrics.items() if not math.isfinite(value)]
         if not broken:
             return
+        last = "There is no good checkpoint"
         if self.checkpoints is not None:
             self.checkpoints.wait()
-        saved = None if self.checkpoints is None else self.checkpoints.saved
-        last = "There is no checkpoint" if saved is None else f"The last good checkpoint is step {saved}'s"
+            # Step s starts from the weights of checkpoint s - 1: they may be what is broken.
+            good = [saved for saved in self.checkpoints.steps() if saved < step - 1]
+            last = f"The last good checkpoint is step {good[-1]}'s" if good else last
+            if step - 1 in self.checkpoints.steps():
+                last += f" (move {self.checkpoints.folder / str(step - 1)} away: its weights led here)"
         raise Diverged(
             f"{' and '.join(broken).replace('_', ' ')} of step {step} is not finite ({metrics[broken[0]]}). {last}. "
             f"Try a smaller --learning-rate or --clip, a longer --warmup, or --dtype float32 if precision is the cause."
@@ -215,12 +245,14 @@ class _Run:
             "learning_rate": self.program.learning_rate(step - 1),
             "seconds": seconds,
             "tokens_per_second": tokens / seconds,
-            "tokens": step * tokens,
+            "tokens": self.place.rows * config.sequence_length,
             "mfu": None if self.peak is None else flops / seconds / self.peak,
         }
 
     def _finish(self, signal_name: str | None) -> None:
         self._stop_profile()
+        if self.config.profile is not None and not self.profiled:
+            self.watch.say(f"No trace was written: it needs {PROFILED.start + 1} steps or more, and there were fewer.")
         if self.checkpoints is not None:
             self.checkpoints.wait()
         if self.place.step >= self.config.steps:
@@ -234,7 +266,7 @@ class _Run:
     def _profile(self, done: int) -> None:
         if self.config.profile is not None and done == PROFILED.start:
             jax.profiler.start_trace(str(self.config.profile))
-            self.profiling = True
+            self.profiling = self.profiled = True
         if done == PROFILED.stop:
             self._stop_profile()
 
@@ -262,8 +294,9 @@ class _Signals:
         return self
 
     def _notice(self, number: int, _: Any) -> None:
+        if self.stop:
+            os._exit(128 + number)
         self.name = signal.Signals(number).name
-        self.__exit__()
 
     def __exit__(self, *_: Any) -> None:
         for number, handler in self._before.items():

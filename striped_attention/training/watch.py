@@ -4,6 +4,7 @@ A progress bar on a terminal, a line now and then elsewhere; `metrics.jsonl` and
 if it has one.
 """
 
+import contextlib
 import json
 import pathlib
 import time
@@ -22,7 +23,7 @@ class Watch:
     """Shows and keeps the metrics of each step. A quiet one (of a process that is not the first) does nothing."""
 
     def __init__(self, first: int, steps: int, quiet: bool) -> None:
-        self.console = rich.console.Console(quiet=quiet, highlight=False, soft_wrap=True)
+        self.console = rich.console.Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
         self._first, self._steps, self._last_line = first, steps, 0.0
         self._folder: pathlib.Path | None = None
         self._file = self._tensorboard = None
@@ -43,7 +44,8 @@ class Watch:
     def __exit__(self, *_: Any) -> None:
         self._bar.stop()
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):  # every line was flushed, and one that could not be was told
+                self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
 
@@ -89,11 +91,11 @@ def _open_metrics(path: pathlib.Path, first: int) -> Any:
     """The file to append to, without lines of steps that are about to be done again, nor one that was cut short."""
     if path.exists():
         kept = []
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             try:
                 if json.loads(line)["step"] <= first:
                     kept.append(line + "\n")
-            except (json.JSONDecodeError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError):
                 continue  # a process was killed while it wrote this line; its step is done again
         temporary = path.with_name(path.name + ".tmp")
         temporary.write_text("".join(kept))
