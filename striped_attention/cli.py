@@ -64,7 +64,7 @@ def _guard(run: Callable[[], int]) -> int:
 
 def _lost_contact(error: Exception) -> bool:
     """Whether an error says that a collective operation had nobody to work with."""
-    return isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+    return any(word in str(error) for word in ("Gloo", "NCCL", "heartbeat", "Connection closed by peer"))
 
 
 def _missing(error: ModuleNotFoundError) -> int:

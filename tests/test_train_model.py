@@ -11,7 +11,6 @@ import pytest
 import striped_attention as sa
 from striped_attention.model import PRESETS, rotary
 from striped_attention.oracle import control_attention
-from striped_attention.parallel import make_mesh
 from striped_attention.training import data
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.step import Program
@@ -212,4 +211,3 @@ def test_weights_are_spread_over_every_device():
 def test_first_weights_are_the_same_on_every_mesh():
     a, b = (jax.device_get(program(mesh).fresh_state().weights) for mesh in ((1, 1), (2, 4)))
     jax.tree.map(np.testing.assert_array_equal, a, b)
-    assert make_mesh({"data": 2, "sequence": 4}).shape == {"data": 2, "sequence": 4}

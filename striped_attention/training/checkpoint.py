@@ -8,7 +8,6 @@ every array, so that a disk that has changed a byte is found out.
 
 import contextlib
 import dataclasses
-import json
 import logging
 import pathlib
 import shutil
@@ -200,10 +199,10 @@ def _check_same_run(place: Place, wanted: Place, folder: pathlib.Path) -> None:
             )
 
 
-def write_json(path: pathlib.Path, content: Any) -> None:
+def write_whole(path: pathlib.Path, text: str) -> None:
     """Write a file whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.write_text(text)
     temporary.replace(path)
 
 

@@ -20,7 +20,7 @@ from striped_attention._version import __version__
 from striped_attention.hardware import peak_flops
 from striped_attention.parallel import AXES, check_devices, make_mesh, parse_mesh
 from striped_attention.training import data
-from striped_attention.training.checkpoint import Checkpoints, Place, write_json
+from striped_attention.training.checkpoint import Checkpoints, Place, write_whole
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.cost import attention_flops, estimate, gigabytes, matrix_flops
 from striped_attention.training.errors import Diverged, UsageError
@@ -165,7 +165,7 @@ def _write_record(folder: pathlib.Path, config: TrainConfig, sizes: dict[str, in
         }
     )
     try:
-        write_json(path, runs)
+        write_whole(path, json.dumps(runs, indent=2) + "\n")
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}. Make room or choose another folder.") from error
 

@@ -14,6 +14,7 @@ import rich.console
 import rich.progress
 import tensorboardX
 
+from striped_attention.training.checkpoint import write_whole
 from striped_attention.training.errors import UsageError
 
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
@@ -97,9 +98,7 @@ def _open_metrics(path: pathlib.Path, first: int) -> Any:
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError):
                 continue  # a process was killed while it wrote this line; its step is done again
-        temporary = path.with_name(path.name + ".tmp")
-        temporary.write_text("".join(kept))
-        temporary.replace(path)
+        write_whole(path, "".join(kept))
     return path.open("a")
 
 
