@@ -32,7 +32,7 @@ def measure(options: dict[str, Any], length: int, devices: int) -> dict[str, int
     config = TrainConfig(**options, sequence_length=length)
     mesh = Mesh(np.array(jax.devices()[:devices]).reshape(1, devices), ("data", "sequence"))
     program = Program(config, mesh)
-    stats = program.step.lower(program.state, program.inputs).compile().memory_analysis()
+    stats = program.compiled.memory_analysis()
     return {
         "state_and_batch": stats.argument_size_in_bytes,
         "temporaries": stats.temp_size_in_bytes,

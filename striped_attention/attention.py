@@ -141,7 +141,7 @@ def attention_shard(
             )
     _check_batch(mask, query.shape[0])
     tile = _check_options(scale, softcap, kernel, tile)
-    _check_kernel(
+    check_kernel(
         *(kernel, query, key), softcap=softcap, bias=bias, mask=mask, layout=layout, devices=devices, tile=tile
     )
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -320,7 +320,8 @@ def _check_options(scale: Any, softcap: Any, kernel: str, tile: Any) -> tuple[in
     return check_whole("tile", pair[0]), check_whole("tile", pair[1])
 
 
-def _check_kernel(name: str, query: Array, key: Array, **what: Any) -> None:
+def check_kernel(name: str, query: Any, key: Any, **what: Any) -> None:
+    """Raise unless a kernel can do what is asked; looks only at the shapes and dtypes of query and key."""
     reason = _kernel(name).unsupported(query, key, **what)
     if reason is not None:
         able = [other for other in KERNELS if _kernel(other).unsupported(query, key, **what) is None]

@@ -27,13 +27,16 @@ def main(arguments: list[str] | None = None) -> int:
 def train(config: Any) -> int:
     """`striped train`; also what each of several local processes runs."""
     try:
-        from striped_attention.training import dry_run, launch, trainer
+        from striped_attention.training import data, dry_run, launch, trainer
     except ModuleNotFoundError as error:
         return _missing(error)
 
     def run() -> int:
         if config.dry_run:
-            dry_run.show(config, trainer.mesh_sizes(config, config.cpu_devices))
+            sizes = trainer.mesh_sizes(config, config.cpu_devices)
+            trainer.check_kernel(config, sizes)
+            data.check(config.data, config.tokenizer, config.model.vocabulary)
+            dry_run.show(config, sizes)
             return 0
         if config.local_processes is not None:
             return launch.start_local(config, train)
@@ -56,7 +59,9 @@ def _guard(run: Callable[[], int]) -> int:
         if not (jax.distributed.is_initialized() and _lost_contact(error)):
             raise
         message, code = f"another process is gone: {str(error).splitlines()[0]}", 1
-    print(f"striped: {message}", file=sys.stderr, flush=True)
+    several = jax.distributed.is_initialized() and jax.process_count() > 1
+    who = f"striped, process {jax.process_index()}" if several else "striped"
+    print(f"{who}: {message}", file=sys.stderr, flush=True)
     if jax.distributed.is_initialized():
         os._exit(code)  # JAX's own way out waits minutes for the other processes, who may be waiting for this one
     return code

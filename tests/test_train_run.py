@@ -1,15 +1,18 @@
 """Runs: what is kept, what is resumed, and what is refused. In this process, on all 8 virtual devices."""
 
+import dataclasses
 import json
 import os
 import pathlib
 import shutil
+import struct
 
 import jax
 import numpy as np
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
-from striped_attention.training import dry_run, watch
+from striped_attention.training import dry_run, trainer, watch
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.cost import estimate
 from striped_attention.training.errors import Diverged, UsageError
@@ -23,6 +26,25 @@ STEADY = dict(schedule="constant", warmup=0)  # so that a run of 3 steps begins 
 
 def config(folder=None, **options):
     return TrainConfig(**{**TINY, **STEADY, "checkpoint_dir": folder, **options})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compile_once():
+    """Runs of this module differ in their folders and steps more than in their programs: compile each program once."""
+    programs = {}
+
+    def same(config, mesh):
+        program = Program(config, mesh)
+        no_matter = dict(checkpoint_dir=None, checkpoint_every=1, resume=False, profile=None, data=None, seed=0, keep=1)
+        no_matter |= dict(steps=9) if config.schedule == "constant" else {}
+        first = programs.setdefault(dataclasses.replace(config, **no_matter), program)
+        if first is not program:
+            vars(program).update(compiled=first.compiled, fresh=first.fresh)
+        return program
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "Program", same)
+        yield
 
 
 def metrics(folder):
@@ -173,10 +195,36 @@ def test_a_damaged_record_is_told_and_left_as_it_is(tmp_path):
     assert snapshot(tmp_path) == before
 
 
-def test_metrics_that_cannot_be_written_are_told(tmp_path, monkeypatch):
-    full = pathlib.Path("/dev/full").open("a")  # noqa: SIM115
-    monkeypatch.setattr(watch, "_open_metrics", lambda *_: full)
+@pytest.mark.parametrize("what", ["metrics", "tensorboard"])
+def test_metrics_that_cannot_be_written_are_told(tmp_path, monkeypatch, what):
+    full = pathlib.Path("/dev/full").open("a" if what == "metrics" else "wb")  # noqa: SIM115
+    monkeypatch.setattr(watch, f"_open_{what}", lambda *_: full)
     refuse("Metrics cannot be written.*No space left on device", folder=tmp_path, steps=2)
+
+
+def test_tensorboard_reads_what_was_written(tmp_path):
+    """Each step once, a step that was done again in its last form, by TensorBoard's own rule for restarts."""
+    for steps in (2, 3):
+        train(config(tmp_path, steps=steps, resume=steps > 2))
+    found = {}
+    for path in sorted((tmp_path / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns):
+        for event in events(path):
+            if event.HasField("session_log"):
+                found = {step: values for step, values in found.items() if step < event.step}
+            if event.HasField("summary"):
+                found[event.step] = {value.tag: value.simple_value for value in event.summary.value}
+    assert {step: values["loss"] for step, values in found.items()} == pytest.approx(
+        dict(enumerate(losses(tmp_path), 1)), rel=1e-6
+    )
+
+
+def events(path):
+    """The records of an event file: length, its checksum, an event, its checksum."""
+    content = path.read_bytes()
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])
+        yield Event.FromString(content[12 : 12 + length])
+        content = content[12 + length + 4 :]
 
 
 def test_a_full_disk_is_noticed_before_a_save_begins(tmp_path, monkeypatch):
@@ -254,7 +302,7 @@ def test_the_dry_runs_memory_is_that_of_the_compiled_step():
         dict(sequence_length=512, batch=1, dim=256, ffn=1024, heads=4, kv_heads=4, chunk=64, dtype="float32"),
     ):
         run = program((1, 4), **options)
-        stats = run.step.lower(run.state, run.inputs).compile().memory_analysis()
+        stats = run.compiled.memory_analysis()
         compiled = stats.argument_size_in_bytes + stats.temp_size_in_bytes
         said = estimate(run.config, {"data": 1, "sequence": 4}).total_memory
         assert 0.75 < said / compiled < 1.25, (said, compiled)

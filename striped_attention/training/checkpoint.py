@@ -123,6 +123,11 @@ class Checkpoints:
         _check_same_run(place, like, self.folder)
         return place
 
+    def clean(self) -> None:
+        """Remove what saves of a killed process have left half-written. Once it is sure that the run is ours."""
+        for leftover in self.folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(leftover, ignore_errors=True)  # it hinders nobody
+
     def restore(self, step: int, state: State) -> State:
         """The state of the step that `place` named, laid out like `state`, which holds shapes and shardings only."""
         try:

@@ -105,7 +105,8 @@ class TrainConfig:
     local_processes: Whole = None
     """Start this many processes on this machine, connected like a cluster; each gets cores of its own."""
     coordinator: Text = None
-    """Address host:port of process 0. SLURM, Open MPI, Kubernetes and Cloud TPU need none of these three."""
+    """Address host:port of process 0. SLURM, Open MPI, Cloud TPU and (with the package kubernetes) Kubernetes need
+    none of these three."""
     num_processes: Whole = None
     """How many processes there are in all."""
     process_id: Whole = None

@@ -77,13 +77,18 @@ def estimate(config: TrainConfig, mesh: dict[str, int]) -> Cost:
         memory=_memory(config, model, tokens, width, sizes, sum(shards.values()), sequence),
         matrix_flops=matrices // devices,
         attention_flops=attention // devices,
-        # Work done, recomputation included: 3.5 times the forward pass for attention, 8 FLOPs a weight elsewhere.
-        attention_share=(attention * 3.5 / 3) / (attention * 3.5 / 3 + matrices * 8 / 6),
+        attention_share=_attention_share(config, attention, matrices),
         wire=_wire(model, sizes, specs, devices, width, hop, sequence),
         hop_bytes=hop,
         hops=sequence - 1,
         replicated=tuple(name for name in sizes if not name.endswith("norm") and not _is_split(specs, name)),
     )
+
+
+def _attention_share(config: TrainConfig, attention: int, matrices: int) -> float:
+    """Of the work done, recomputation included: a tile's scores once more backward, 8 FLOPs a weight elsewhere."""
+    done = attention * (4.5 if config.remat == "full" else 3.5) / 3
+    return done / (done + matrices * 8 / 6)
 
 
 def _memory(

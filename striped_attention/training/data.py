@@ -19,6 +19,7 @@ import hashlib
 import os
 import pathlib
 import sysconfig
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from striped_attention.training.errors import UsageError
 
 TOKENS = (".npy", ".bin")
 BYTES = 256  # values of a byte; the token that ends a document comes after them
+LOOKS, LOOK = 64, 2**20  # places where tokens are checked before a run starts, and how many at each
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,18 +72,22 @@ def read(corpus: Corpus, place: int, rows: range, length: int, seed: int) -> Bat
             f"after it. Give more data with --data or a smaller --sequence-length."
         )
     starts = [_draw(available, place + row, seed) * length for row in rows]
-    text = np.stack([corpus.tokens[start : start + length + 1] for start in starts]).astype(np.int64)
-    if text.min() < 0 or text.max() >= corpus.vocabulary:
-        wrong = text.max() if text.max() >= corpus.vocabulary else text.min()
-        raise UsageError(
-            f"{corpus.source} holds the token {wrong}, but the vocabulary is {corpus.vocabulary}. Give the model the "
-            f"vocabulary of the data with --vocabulary, or data of the right kind."
-        )
+    text = np.stack([corpus.tokens[start : start + length + 1] for start in starts])
+    _check_vocabulary(corpus, text)
     text = text.astype(np.int32)
     tokens, targets = text[:, :-1], text[:, 1:]
     ended = np.zeros_like(tokens) if corpus.end is None else (tokens == corpus.end).astype(np.int32)
     segments = np.cumsum(ended, axis=1, dtype=np.int32) - ended
     return Batch(tokens, targets, 1 - ended.astype(np.float32), segments)
+
+
+def _check_vocabulary(corpus: Corpus, tokens: np.ndarray) -> None:
+    least, most = int(tokens.min()), int(tokens.max())
+    if least < 0 or most >= corpus.vocabulary:
+        raise UsageError(
+            f"{corpus.source} holds the token {least if least < 0 else most}, but the vocabulary is "
+            f"{corpus.vocabulary}. Give the model the data's vocabulary with --vocabulary, or data of the right kind."
+        )
 
 
 def _draw(available: int, place: int, seed: int) -> int:
@@ -94,12 +100,19 @@ def _order(available: int, epoch: int, seed: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(available)
 
 
-def load(path: pathlib.Path | None, tokenizer: pathlib.Path | None, end: int | None, vocabulary: int) -> Corpus:
-    """The corpus of a path; without one, Python's standard library."""
+def check(path: pathlib.Path | None, tokenizer: pathlib.Path | None, vocabulary: int) -> None:
+    """Raise for a corpus that cannot be loaded, as far as that can be seen without reading it."""
     if path is not None and not path.exists():
         raise UsageError(
             f"--data {path} does not exist. Give a text file, a folder of them, or tokens as .npy or .bin."
         )
+    if tokenizer is not None:
+        _encoder(tokenizer, vocabulary)
+
+
+def load(path: pathlib.Path | None, tokenizer: pathlib.Path | None, end: int | None, vocabulary: int) -> Corpus:
+    """The corpus of a path; without one, Python's standard library."""
+    check(path, None, vocabulary)
     if path is not None and path.suffix in TOKENS and path.is_file():
         corpus = _tokens(path, tokenizer, end, vocabulary)
     else:
@@ -108,6 +121,8 @@ def load(path: pathlib.Path | None, tokenizer: pathlib.Path | None, end: int | N
         corpus = _text(path, tokenizer, vocabulary)
     if len(corpus.tokens) == 0:
         raise UsageError(f"{corpus.source} is empty. Give a file with text or tokens in it.")
+    for place in range(0, len(corpus.tokens), max(LOOK, len(corpus.tokens) // LOOKS)):
+        _check_vocabulary(corpus, corpus.tokens[place : place + LOOK])
     return corpus
 
 
@@ -138,12 +153,26 @@ def _tokens(path: pathlib.Path, tokenizer: pathlib.Path | None, end: int | None,
             f"{size} bytes are not a multiple of {dtype.itemsize}. Is it cut short, or of another kind?"
         )
     tokens = np.memmap(path, dtype, mode="r") if size else np.zeros(0, dtype)
+    sample = tokens[: LOOK if dtype.itemsize == 2 else 0]
+    if len(sample) > 1 and sample[::2].any() and not sample[1::2].any():
+        raise UsageError(
+            f"{path} looks like uint32 numbers (every other uint16 is 0), but a vocabulary of {vocabulary} calls for "
+            f"uint16. Write it as uint16, or as .npy, which knows its own kind."
+        )
     return Corpus(tokens, end, vocabulary, str(path))
 
 
 def _text(path: pathlib.Path | None, tokenizer: pathlib.Path | None, vocabulary: int) -> Corpus:
     """Text files, a document each, as bytes or through a tokenizer."""
     files, source = (_standard_library(), "Python's standard library") if path is None else (_files(path), str(path))
+    encode, end = _encoder(tokenizer, vocabulary)
+    documents = [np.append(encode(path), end).astype(np.int32) for path in files if path.stat().st_size]
+    tokens = np.concatenate(documents) if documents else np.zeros(0, np.int32)
+    return Corpus(tokens, end, vocabulary, source)
+
+
+def _encoder(tokenizer: pathlib.Path | None, vocabulary: int) -> tuple[Callable[[pathlib.Path], np.ndarray], int]:
+    """What turns a file into tokens, and the token that ends it."""
     if tokenizer is None:
         encode, end, needed = _encode_bytes, BYTES, BYTES + 1
     else:
@@ -153,9 +182,7 @@ def _text(path: pathlib.Path | None, tokenizer: pathlib.Path | None, vocabulary:
             f"{tokenizer or 'Text as bytes'} needs a vocabulary of at least {needed}, but the model's is {vocabulary}. "
             f"Set --vocabulary {needed} or choose another tokenizer."
         )
-    documents = [np.append(encode(path), end).astype(np.int32) for path in files if path.stat().st_size]
-    tokens = np.concatenate(documents) if documents else np.zeros(0, np.int32)
-    return Corpus(tokens, end, vocabulary, source)
+    return encode, end
 
 
 def _standard_library() -> list[pathlib.Path]:

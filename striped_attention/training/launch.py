@@ -6,9 +6,11 @@ stop within a minute: the watching parent ends them, and on a cluster JAX's hear
 """
 
 import dataclasses
+import importlib.util
 import multiprocessing
 import multiprocessing.connection
 import os
+import pathlib
 import signal
 import socket
 import sys
@@ -35,15 +37,18 @@ def connect(config: TrainConfig) -> None:
         _initialize(
             coordinator_address=config.coordinator, num_processes=config.num_processes, process_id=config.process_id
         )
-    elif in_cluster(os.environ):
+    elif in_cluster(os.environ) or (config.cpu_devices is None and _on_cloud_tpu()):
         _initialize()
 
 
 def _initialize(**where: Any) -> None:
     try:
         jax.distributed.initialize(**where, heartbeat_timeout_seconds=HEARTBEAT)
-    except (ValueError, RuntimeError) as error:
-        raise UsageError(f"The processes did not find each other: {str(error).splitlines()[0]}") from error
+    except (ValueError, RuntimeError, OSError) as error:
+        raise UsageError(
+            f"The processes did not find each other: {str(error).splitlines()[0].rstrip('.')}. Give --coordinator, "
+            f"--num-processes and --process-id; on Kubernetes JAX finds them if the package kubernetes is installed."
+        ) from error
 
 
 def in_cluster(environment: Any) -> bool:
@@ -56,6 +61,13 @@ def in_cluster(environment: Any) -> bool:
         or {"KUBERNETES_SERVICE_HOST", "JOB_COMPLETION_INDEX"} <= set(environment)
         or "," in environment.get("TPU_WORKER_HOSTNAMES", "")
     )
+
+
+def _on_cloud_tpu() -> bool:
+    """Whether this is a virtual machine with TPU chips, perhaps one of several: there JAX asks Google's server."""
+    if "TPU_SKIP_MDS_QUERY" in os.environ or importlib.util.find_spec("libtpu") is None:
+        return False
+    return any(pathlib.Path("/dev").glob("accel*")) or any(pathlib.Path("/dev/vfio").glob("[0-9]*"))
 
 
 def start_local(config: TrainConfig, run: Callable[[TrainConfig], int]) -> int:

@@ -115,10 +115,14 @@ class Program:
         place = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding(spec))  # noqa: E731
         return jax.tree.map(place, shapes, specs)
 
+    @functools.cached_property
+    def fresh(self) -> Any:
+        """`fresh(key) -> state`, compiled at its first call."""
+        return jax.jit(self._fresh, out_shardings=jax.tree.map(lambda x: x.sharding, self.state))
+
     def fresh_state(self) -> State:
         """The state before the first step; the same numbers on every mesh."""
-        shardings = jax.tree.map(lambda x: x.sharding, self.state)
-        return jax.jit(self._fresh, out_shardings=shardings)(jax.random.key(self.config.seed))
+        return self.fresh(jax.random.key(self.config.seed))
 
     def _fresh(self, key: Any) -> State:
         weights = init(self.model, key)
@@ -130,6 +134,11 @@ class Program:
         shardings = jax.tree.map(lambda x: x.sharding, self.state)
         everywhere = self._sharding(REPLICATED)
         return jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, everywhere))
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """The step, compiled now."""
+        return self.step.lower(self.state, self.inputs).compile()
 
     def _step(self, state: State, inputs: Inputs) -> tuple[State, dict[str, Any]]:
         loss, stop, gradients = self.loss_and_gradients(state.weights, inputs)

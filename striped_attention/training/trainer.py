@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
+import striped_attention as sa
 from striped_attention._version import __version__
+from striped_attention.attention import check_kernel as check_attention_kernel
 from striped_attention.hardware import peak_flops
 from striped_attention.parallel import AXES, check_devices, make_mesh, parse_mesh
 from striped_attention.training import data
@@ -36,6 +39,7 @@ def train(config: TrainConfig) -> State:
     What can be refused is refused before anything is written.
     """
     sizes = mesh_sizes(config, jax.device_count())
+    check_kernel(config, sizes)
     corpus = data.load(config.data, config.tokenizer, config.end_token, config.model.vocabulary)
     data.read(corpus, 0, range(1), config.sequence_length, config.seed)
     program = Program(config, make_mesh(sizes))
@@ -58,6 +62,7 @@ def train(config: TrainConfig) -> State:
         if config.checkpoint_dir is not None and checkpoints is None:
             checkpoints = Checkpoints(config.checkpoint_dir, config.keep)
         if checkpoints is not None and main:
+            checkpoints.clean()
             _write_record(checkpoints.folder, config, sizes, place)
             watch.keep(checkpoints.folder)
         try:
@@ -102,6 +107,25 @@ def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
             f"axis; got {config.sequence_length}."
         )
     return sizes
+
+
+def check_kernel(config: TrainConfig, sizes: dict[str, int]) -> None:
+    """Raise unless the kernel exists and can do the attention of this run."""
+    model, devices = config.model, sizes[AXES.sequence]
+    layout = config.make_layout(devices)
+    slots = layout.padded_length(config.sequence_length, devices) // devices
+    query, key = (
+        jax.ShapeDtypeStruct((config.batch // sizes[AXES.batch], slots, heads, model.head_dim), config.dtype)
+        for heads in (model.heads, model.kv_heads)
+    )
+    mask = sa.documents(np.zeros((1, config.sequence_length), np.int32))
+    tile = None if config.tile is None else (config.tile, config.tile)
+    try:
+        check_attention_kernel(
+            *(config.kernel, query, key), softcap=None, bias=None, mask=mask, layout=layout, devices=devices, tile=tile
+        )
+    except (ValueError, NotImplementedError) as error:
+        raise UsageError(str(error)) from error
 
 
 @contextlib.contextmanager
@@ -181,10 +205,7 @@ class _Run:
         peak = peak_flops(program.mesh.devices.flat[0].device_kind)
         self.peak = None if peak is None else peak * program.mesh.size
         watch.say("Compiling …")
-        try:
-            self.step = program.step.lower(program.state, program.inputs).compile()
-        except (ValueError, NotImplementedError) as error:
-            raise UsageError(str(error)) from error
+        self.step = program.compiled
 
     def loop(self, state: State, checkpoints: Checkpoints | None, asked: "_Signals") -> State:
         """All steps that are left, or fewer if somebody asks to stop."""

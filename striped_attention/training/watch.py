@@ -7,12 +7,16 @@ if it has one.
 import contextlib
 import json
 import pathlib
+import platform
+import struct
 import time
 from typing import Any
 
 import rich.console
 import rich.progress
-import tensorboardX
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import masked_crc32c
 
 from striped_attention.training.checkpoint import write_whole
 from striped_attention.training.errors import UsageError
@@ -44,11 +48,10 @@ class Watch:
 
     def __exit__(self, *_: Any) -> None:
         self._bar.stop()
-        if self._file is not None:
-            with contextlib.suppress(OSError):  # every line was flushed, and one that could not be was told
-                self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        for kept in (self._file, self._tensorboard):
+            with contextlib.suppress(OSError):  # every step was flushed, and one that could not be was told
+                if kept is not None:
+                    kept.close()
 
     def keep(self, folder: pathlib.Path) -> None:
         """Keep metrics in this folder from now on."""
@@ -83,9 +86,10 @@ class Watch:
             self._file.write(json.dumps(metrics) + "\n")
             self._file.flush()
         if self._tensorboard is not None:
-            for name, value in metrics.items():
-                if name != "step" and value is not None:
-                    self._tensorboard.add_scalar(name, value, metrics["step"])
+            shown = {name: value for name, value in metrics.items() if name != "step" and value is not None}
+            values = [Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
+            self._tensorboard.write(_record(step=metrics["step"], summary=Summary(value=values)))
+            self._tensorboard.flush()
 
 
 def _open_metrics(path: pathlib.Path, first: int) -> Any:
@@ -103,7 +107,23 @@ def _open_metrics(path: pathlib.Path, first: int) -> Any:
 
 
 def _open_tensorboard(folder: pathlib.Path, first: int) -> Any:
-    return tensorboardX.SummaryWriter(str(folder), purge_step=first + 1, write_to_disk=True)
+    """A file of events after which later steps of an earlier run no longer count.
+
+    A plain file: the thread of tensorboardX's own writer dies on a full disk, and the run would wait for it forever.
+    """
+    folder.mkdir(exist_ok=True)
+    file = (folder / f"events.out.tfevents.{time.time():.6f}.{platform.node()}").open("wb")
+    file.write(_record(file_version="brain.Event:2"))
+    file.write(_record(step=first + 1, session_log=SessionLog(status=SessionLog.START)))
+    file.flush()
+    return file
+
+
+def _record(**event: Any) -> bytes:
+    """An event as TensorBoard's files hold it: its length and itself, each with a checksum."""
+    content = Event(wall_time=time.time(), **event).SerializeToString()
+    length = struct.pack("<Q", len(content))
+    return b"".join(part + struct.pack("<I", masked_crc32c(part)) for part in (length, content))
 
 
 def _cannot_write(folder: pathlib.Path | None, error: OSError) -> UsageError:
