@@ -1,8 +1,10 @@
 """`make demo`: train a small language model with Striped Attention, then see what the stripes are worth.
 
 1. 8 virtual CPU devices train on the sources of Python's standard library, packed documents and all.
-2. The same step, striped and contiguous (Ring Attention), on two processes with a core each: time on the clock.
-3. The same for 8 devices, counted: with more devices than cores the clock only shows the total work.
+2. The same step of the same model, striped and contiguous (Ring Attention), on two processes with a core each: time on
+   the clock.
+3. Its attention on 8 devices, and that of a longer text, counted: with more devices than cores the clock only shows the
+   total work.
 """
 
 import dataclasses
@@ -27,11 +29,10 @@ from striped_attention.training.step import Program
 from striped_attention.training.trainer import train
 
 DEVICES = 8
-TRAIN = TrainConfig(sequence_length=2048, steps=60, learning_rate=3e-3, warmup=5, dtype="float32", cpu_devices=DEVICES)
-COMPARE = TrainConfig(
-    sequence_length=8192, layers=1, dtype="float32", cpu_devices=1, local_processes=2, stripe=256, data=None
-)
-ROUNDS = 5
+TRAIN = TrainConfig(sequence_length=6144, steps=30, learning_rate=3e-3, warmup=3, dtype="float32", cpu_devices=DEVICES)
+COMPARE = dataclasses.replace(TRAIN, cpu_devices=1, local_processes=2)
+LONGER = 65_536
+ROUNDS = 4
 
 
 def learn() -> None:
@@ -43,7 +44,7 @@ def learn() -> None:
         train(run)
         lines = [json.loads(line) for line in (run.checkpoint_dir / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines]
-    tenth = len(losses) // 10
+    tenth = max(1, len(losses) // 10)
     first, last = np.mean(losses[:tenth]), np.mean(losses[-tenth:])
     speed = statistics.median(line["tokens_per_second"] for line in lines)
     print(f"\n   loss {first:.2f} → {last:.2f} (mean of the first and last {tenth} steps)   {sketch(losses)}")
@@ -54,14 +55,9 @@ def learn() -> None:
 
 def sketch(values: list[float], width: int = 40) -> str:
     """A curve in one line of text."""
-    means = np.array([part.mean() for part in np.array_split(np.array(values), width)])
+    means = np.array([part.mean() for part in np.array_split(np.array(values), min(width, len(values)))])
     heights = (means - means.min()) / (means.max() - means.min()) * 7
     return "".join("▁▂▃▄▅▆▇█"[round(height)] for height in heights)
-
-
-def layouts(config: TrainConfig) -> dict[str, TrainConfig]:
-    ring = dataclasses.replace(config, layout="contiguous", stripe=None)
-    return {"contiguous (Ring Attention)": ring, f"striped({config.stripe})": config}
 
 
 def compare(config: TrainConfig) -> int:
@@ -69,11 +65,14 @@ def compare(config: TrainConfig) -> int:
     launch.connect(config)
     corpus = data.load(None, None, None, config.model.vocabulary)
     steps = {}
-    for name, layout in layouts(config).items():
-        program = Program(layout, make_mesh({"data": 1, "sequence": jax.device_count()}))
+    for layout in ("contiguous", "striped"):
+        program = Program(
+            dataclasses.replace(config, layout=layout), make_mesh({"data": 1, "sequence": jax.device_count()})
+        )
         inputs = program.place(data.read(corpus, 0, program.rows, config.sequence_length, config.seed))
-        steps[name] = [program.step, program.fresh_state(), inputs, []]
-        jax.block_until_ready(program.step(program.fresh_state(), inputs))
+        state, _ = jax.block_until_ready(program.step(program.fresh_state(), inputs))
+        name = {"contiguous": "contiguous() (Ring Attention)"}.get(layout, repr(program.compute.layout))
+        steps[name] = [program.step, state, inputs, []]
     for _ in range(ROUNDS):
         for entry in steps.values():
             step, state, inputs, seconds = entry
@@ -91,27 +90,33 @@ def compare(config: TrainConfig) -> int:
 
 def count() -> None:
     """Part 3."""
-    length = 65_536
     corpus = data.load(None, None, None, 257)
-    documents = sa.documents(data.read(corpus, 0, range(1), length, 0).segments)
     print(
-        f"3. {DEVICES} devices, {length:,} tokens: critical path, the busiest device of every step added up, in tiles."
+        f"3. {DEVICES} devices: critical path of attention, the busiest device of every step added up. Counted work, in"
     )
-    print(f"   Counted work of attention, not time.\n\n   {'':30}{'one document':>16}{'packed files':>16}")
-    paths = {}
-    for layout in (sa.contiguous(), sa.striped(), sa.striped(256), sa.zigzag()):
-        masks = (sa.causal(), documents)
-        paths[layout] = [int(count_tiles(layout, m, length, DEVICES, DEFAULT_TILE).max(axis=0).sum()) for m in masks]
-        ring = paths[sa.contiguous()]
-        cells = (f"{n:,} ({base / n:.2f}×)" for n, base in zip(paths[layout], ring, strict=True))
-        print(f"   {layout!r:30}" + "".join(f"{cell:>16}" for cell in cells))
+    print(f"   tiles of {' × '.join(map(str, DEFAULT_TILE))}, not time; in brackets against contiguous.")
+    for length in (TRAIN.sequence_length, LONGER):
+        documents = sa.documents(data.read(corpus, 0, range(1), length, 0).segments)
+        own = dataclasses.replace(TRAIN, sequence_length=length).make_layout(DEVICES)
+        print(f"\n   {f'{length:,} tokens':30}{'one document':>16}{'packed files':>16}")
+        paths = {}
+        for layout in dict.fromkeys((sa.contiguous(), sa.striped(), own, sa.zigzag())):
+            masks = (sa.causal(), documents)
+            paths[layout] = [
+                int(count_tiles(layout, mask, length, DEVICES, DEFAULT_TILE).max(axis=0).sum()) for mask in masks
+            ]
+            ring = paths[sa.contiguous()]
+            cells = (f"{n:,} ({base / n:.2f}×)" for n, base in zip(paths[layout], ring, strict=True))
+            print(f"   {layout!r:30}" + "".join(f"{cell:>16}" for cell in cells))
 
 
 def main() -> int:
     learn()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    length = COMPARE.sequence_length
-    print(f"2. One training step of {length:,} tokens (packed files) on two processes with a core each.\n", flush=True)
+    print(
+        f"2. The same step ({COMPARE.sequence_length:,} tokens, packed files) on two processes with a core each.\n",
+        flush=True,
+    )
     if cores >= 2:
         code = launch.start_local(COMPARE, compare)
         if code:

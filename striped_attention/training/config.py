@@ -37,7 +37,7 @@ class TrainConfig:
     layout: Literal["striped", "contiguous", "zigzag"] = "striped"
     """How tokens are dealt to the devices of the sequence axis. contiguous is Ring Attention, striped is balanced."""
     stripe: Whole = None
-    """Tokens of a stripe. Default: 256, the kernel's tile, but at most a 16th of a device's tokens."""
+    """Tokens of a stripe. Default: 256, the kernel's tile; a smaller power of two where a device has few tokens."""
     steps: int = 100
     """Steps of the whole run, those before a resume included."""
     seed: int = 0
@@ -152,8 +152,8 @@ class TrainConfig:
             return sa.contiguous()
         if self.layout == "zigzag":
             return sa.zigzag()
-        slots = -(-self.sequence_length // devices)
-        return sa.striped(self.stripe or max(1, min(256, slots // 16)))
+        quarter = max(1, -(-self.sequence_length // devices) // 4)
+        return sa.striped(self.stripe or min(256, 2 ** (quarter.bit_length() - 1)))
 
     def record(self) -> dict[str, Any]:
         """All options as JSON can keep them."""
