@@ -5,11 +5,12 @@ CASES ?= 1000
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help setup demo test lint fuzz bench clean
+.PHONY: help setup demo test test-gpu lint fuzz bench clean
 
 help:
 	@echo "make demo    train a small model on 8 virtual devices, and see what the stripes are worth"
 	@echo "make test    lint, check types, run all tests          (PYTHON=python3.12, JAX=jax==0.11.2 choose versions)"
+	@echo "make test-gpu    the tests that need an NVIDIA GPU      (JAX='jax[cuda13]')"
 	@echo "make fuzz    random cases against the oracle           (CASES=10000)"
 	@echo "make bench   compare with other libraries on this CPU  (installs the extra 'peers', with torch)"
 	@echo "make setup   only create $(VENV) and install           (make clean removes it)"
@@ -36,6 +37,9 @@ demo: setup
 
 test: setup lint
 	$(RUN) -m pytest
+
+test-gpu: setup
+	JAX_PLATFORMS=cuda $(RUN) -m pytest -n 0 -s tests/test_gpu.py
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -4,6 +4,7 @@ Both check everything that can be checked before anything runs, choose a kernel 
 """
 
 import functools
+import logging
 import math
 from typing import Any, no_type_check
 
@@ -14,14 +15,13 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from striped_attention import kernel_xla
+from striped_attention import kernel_cudnn, kernel_xla
 from striped_attention.bias import Bias
-from striped_attention.kernel import Kernel
 from striped_attention.layout import Layout, check_whole
 from striped_attention.mask import Mask
 from striped_attention.ring import Ring, ring_attention
 
-KERNELS: dict[str, Any] = {"xla": kernel_xla}
+KERNELS: dict[str, Any] = {"cudnn": kernel_cudnn, "xla": kernel_xla}  # "auto" takes the first that can
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -59,7 +59,8 @@ def attention(
       softcap: scores become softcap · tanh(score / softcap).
       bias: `alibi(slopes)` or `relative_bias(table)`, added to the scores.
       sinks: one logit a head that takes part in the softmax and has no value (attention sinks).
-      kernel: "auto" or the name of a kernel.
+      kernel: "auto", "xla" (plain JAX: everything, everywhere) or "cudnn" (NVIDIA GPUs). What "auto" takes, the fastest
+        that can do what is asked, it says through `logging`, at level INFO.
       tile: the kernel's tile, queries × keys, or one number for a square; the kernel knows a good default.
       length: the number of real tokens, when the arrays were padded; what lies past it is never seen. A `documents`
         mask knows it already, unless the arrays were padded further than they need.
@@ -141,12 +142,11 @@ def attention_shard(
             )
     _check_batch(mask, query.shape[0])
     tile = _check_options(scale, softcap, kernel, tile)
-    check_kernel(
-        *(kernel, query, key), softcap=softcap, bias=bias, mask=mask, layout=layout, devices=devices, tile=tile
-    )
+    what = dict(softcap=softcap, bias=bias, mask=mask, layout=layout, devices=devices, tile=tile)
+    kernel = choose_kernel(kernel, query, key, padded=padded_length != length, **what)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)
-    ring = Ring(axis_name, devices, layout, length, padded_length, _kernel(kernel), scale, softcap, tile)
+    ring = Ring(axis_name, devices, layout, length, padded_length, KERNELS[kernel], scale, softcap, tile)
     return ring_attention(ring, query, key, value, mask, bias, sinks)
 
 
@@ -203,13 +203,6 @@ def _reshard(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
         return x
     keep = PartitionSpec(*(entry if set(_names(entry)) <= explicit else None for entry in spec))
     return jax.reshard(x, NamedSharding(mesh, keep))
-
-
-def _kernel(name: str) -> Kernel:
-    """The kernel of that name; "auto" is the one that does everything."""
-    if name not in ("auto", *KERNELS):
-        raise ValueError(f"kernel must be one of {['auto', *KERNELS]}; got {name!r}.")
-    return KERNELS["xla" if name == "auto" else name]
 
 
 def _check_spec(spec: PartitionSpec, axis_name: str, mesh: Any, query: Array, key: Array) -> None:
@@ -311,7 +304,8 @@ def _check_options(scale: Any, softcap: Any, kernel: str, tile: Any) -> tuple[in
             raise ValueError(f"{name} must be a plain, finite number, known while tracing; got {value!r}.")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, or None for no cap; got {softcap!r}.")
-    _kernel(kernel)
+    if kernel not in ("auto", *KERNELS):
+        raise ValueError(f"kernel must be one of {['auto', *KERNELS]}; got {kernel!r}.")
     if tile is None:
         return None
     pair = (tile, tile) if isinstance(tile, (int, np.integer)) else tile
@@ -320,12 +314,20 @@ def _check_options(scale: Any, softcap: Any, kernel: str, tile: Any) -> tuple[in
     return check_whole("tile", pair[0]), check_whole("tile", pair[1])
 
 
-def check_kernel(name: str, query: Any, key: Any, **what: Any) -> None:
-    """Raise unless a kernel can do what is asked; looks only at the shapes and dtypes of query and key."""
-    reason = _kernel(name).unsupported(query, key, **what)
-    if reason is not None:
-        able = [other for other in KERNELS if _kernel(other).unsupported(query, key, **what) is None]
-        raise NotImplementedError(f"Kernel {name!r} cannot do this: {reason} Use kernel={able[0]!r}.")
+def choose_kernel(name: str, query: Any, key: Any, **what: Any) -> str:
+    """The name of the kernel to use: for "auto" the first that can do what is asked. Raises if a named one cannot.
+
+    Looks only at the shapes and dtypes of query and key. What "auto" chose, and why, is logged at level INFO.
+    """
+    refusals = {other: kernel.unsupported(query, key, **what) for other, kernel in KERNELS.items()}
+    able = [other for other, reason in refusals.items() if reason is None]
+    if name == "auto":
+        others = "".join(f" Not {other!r}: {reason}" for other, reason in refusals.items() if reason is not None)
+        logging.getLogger("striped_attention").info("kernel='auto' takes %r.%s", able[0], others)
+        return able[0]
+    if refusals[name] is not None:
+        raise NotImplementedError(f"Kernel {name!r} cannot do this: {refusals[name]} Use kernel={able[0]!r}.")
+    return name
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -14,14 +14,20 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         import tyro
 
-        from striped_attention.training import config
+        from striped_attention.bench.config import BenchConfig
+        from striped_attention.training.config import TrainConfig
     except ModuleNotFoundError as error:
         return _missing(error)
-    commands = {"train": config.TrainConfig}
+    commands = {"train": TrainConfig, "bench": BenchConfig}
     cli = functools.partial(
         tyro.extras.subcommand_cli_from_dict, prog="striped", config=(tyro.conf.FlagCreatePairsOff,)
     )
-    return _guard(lambda: train(cli(commands, args=arguments)))
+
+    def run() -> int:
+        config = cli(commands, args=arguments)
+        return train(config) if isinstance(config, TrainConfig) else bench(config)
+
+    return _guard(run)
 
 
 def train(config: Any) -> int:
@@ -45,6 +51,14 @@ def train(config: Any) -> int:
         return 0
 
     return _guard(run)
+
+
+def bench(config: Any) -> int:
+    """`striped bench`."""
+    from striped_attention.bench import gpu
+
+    gpu.run(config)
+    return 0
 
 
 def _guard(run: Callable[[], int]) -> int:

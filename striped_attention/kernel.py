@@ -3,16 +3,20 @@
 A kernel works on one *block*: the queries of one device against the keys of one device. The mask of a block is two
 integer vectors, `start` and `end`: query row i sees the key slots `[start[i], end[i])`. Both never decrease with i.
 
-    attend(q, k, v, block)                      -> Partial(out, lse)
-    attend_grad(q, k, v, block, out, lse, dout) -> (dq, dk, dv, dbias)
+    attend(q)(k, v, block)                      -> Partial(out, lse)
+    attend_grad(q, out, lse, dout)(k, v, block) -> (dq, dk, dv, dbias)
+
+The first call is made once, with what stays at home, the second once for every block: what a kernel can prepare for all
+blocks it prepares in the first.
 
 * q is [batch, queries, heads, dim]; k and v are [batch, keys, kv_heads, dim] and heads are never repeated in memory.
 * `out` is normalised over the block's own keys; `lse` is the log of the sum of exponentials of their scores. Both are
   float32 whatever the inputs are (float64 for float64). A row that sees no key gives out = 0 and lse = -inf.
 * `attend_grad` is given the `out` and `lse` of the *whole* row, all blocks merged: exp(score - lse) is then the final
   probability. It returns float32 gradients (the caller adds them up over blocks); a row without keys adds nothing.
-* `unsupported(q, k, softcap=, bias=, mask=, layout=, devices=, tile=)` says in a sentence what a kernel cannot do, or
-  None. It looks only at the shapes and dtypes of q and k. Nobody ignores an option.
+* `unsupported(q, k, softcap=, bias=, mask=, layout=, devices=, tile=, padded=)` says in a sentence what a kernel cannot
+  do, or None. It looks only at the shapes and dtypes of q and k. Nobody ignores an option.
+* `FULL_OUT` says whether `attend_grad` makes use of an `out` with more digits than q has.
 
 Because the ranges are monotone, a row of tiles needs the key tiles from the first key that one of its queries sees to
 the last one: `tile_spans`. Kernels run these tiles and no others; the plan counts them with the same function.
@@ -27,7 +31,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from striped_attention.bias import Bias
-from striped_attention.layout import INT32_MAX, namespace
+from striped_attention.layout import INT32_MAX, Layout, namespace
 
 
 def accumulator(dtype: Any) -> Any:
@@ -54,12 +58,28 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(out, jnp.where(nothing, -jnp.inf, top + jnp.log(total)))
 
 
+@dataclasses.dataclass(frozen=True)
+class Pattern:
+    """Where the ranges of all blocks of a ring come from, if a mask is known while tracing: for kernels without ranges.
+
+    A query sees every key or, if `causal`, those up to itself, or the last `window` of them. `own` is a block of the
+    queries and keys of the same device.
+    """
+
+    layout: Layout
+    devices: int
+    causal: bool
+    window: int | None
+    own: bool
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Block:
     """All that a kernel is told besides q, k and v. `rows` is the batch, or 1 when all sequences share a mask.
 
-    Positions serve the bias; `tile` is queries × keys, None for the kernel's own choice.
+    Positions serve the bias; `tile` is queries × keys, None for the kernel's own choice; `pattern` says the same as
+    `start` and `end` where it is there.
     """
 
     start: Any  # int32 [rows, queries]
@@ -67,6 +87,7 @@ class Block:
     query_positions: Any  # int32 [queries]
     key_positions: Any  # int32 [keys]
     bias: Any = None  # Bias | None
+    pattern: Pattern | None = dataclasses.field(default=None, metadata={"static": True})
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
     tile: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
@@ -74,11 +95,11 @@ class Block:
 
 @runtime_checkable
 class Kernel(Protocol):
-    """The module of a kernel has these three functions."""
+    """What the module of a kernel has."""
 
-    attend: Callable[..., Partial]
-    attend_grad: Callable[..., tuple[Array, Array, Array, Bias | None]]
-
+    FULL_OUT: bool
+    attend: Callable[..., Callable[..., Partial]]
+    attend_grad: Callable[..., Callable[..., tuple[Array, Array, Array, Bias | None]]]
     unsupported: Callable[..., str | None]
 
 

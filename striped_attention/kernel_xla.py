@@ -22,6 +22,7 @@ from jaxtyping import Array, Float
 from striped_attention.bias import Bias
 from striped_attention.kernel import Block, Partial, Spans, accumulator, tile_spans
 
+FULL_OUT = True
 DEFAULT_TILE = (256, 256)  # queries × keys: 256 KiB of float32 scores, which a core's second-level cache holds
 
 
@@ -29,32 +30,46 @@ def unsupported(*_: Any, **__: Any) -> None:
     """This kernel does everything."""
 
 
+def attend(q: Float[Array, "batch queries heads dim"]) -> Callable[..., Partial]:
+    """Forward pass; see `kernel.py` for the contract."""
+    return functools.partial(_attend, q)
+
+
+def attend_grad(
+    q: Float[Array, "batch queries heads dim"],
+    out: Float[Array, "batch queries heads dim"],
+    lse: Float[Array, "batch queries heads"],
+    dout: Float[Array, "batch queries heads dim"],
+) -> Callable[..., tuple[Array, Array, Array, Bias | None]]:
+    """Backward pass; see `kernel.py` for the contract."""
+    dtype = accumulator(q.dtype)
+    delta = jnp.sum(out.astype(dtype) * dout.astype(dtype), axis=-1)
+    return functools.partial(_attend_grad, q, dout, lse, delta)
+
+
 @jax.jit
-def attend(
+def _attend(
     q: Float[Array, "batch queries heads dim"],
     k: Float[Array, "batch keys kv_heads dim"],
     v: Float[Array, "batch keys kv_heads dim"],
     block: Block,
 ) -> Partial:
-    """Forward pass over one block; see `kernel.py` for the contract."""
     tiles = _Tiles(q, k, block)
     out, lse = tiles.map_heads(functools.partial(_head_forward, tiles), (tiles.grouped(q), k, v))
     return Partial(out.reshape(q.shape), lse.reshape(q.shape[:-1]))
 
 
 @jax.jit
-def attend_grad(
+def _attend_grad(
     q: Float[Array, "batch queries heads dim"],
+    dout: Float[Array, "batch queries heads dim"],
+    lse: Float[Array, "batch queries heads"],
+    delta: Float[Array, "batch queries heads"],
     k: Float[Array, "batch keys kv_heads dim"],
     v: Float[Array, "batch keys kv_heads dim"],
     block: Block,
-    out: Float[Array, "batch queries heads dim"],
-    lse: Float[Array, "batch queries heads"],
-    dout: Float[Array, "batch queries heads dim"],
 ) -> tuple[Array, Array, Array, Bias | None]:
-    """Backward pass over one block; see `kernel.py` for the contract."""
     tiles = _Tiles(q, k, block)
-    delta = jnp.sum(out.astype(tiles.dtype) * dout.astype(tiles.dtype), axis=-1)
     arrays = (*map(tiles.grouped, (q, dout, lse, delta)), k, v)
     dq, dk, dv, dbias = tiles.map_heads(functools.partial(_head_backward, tiles), arrays)
     dbias = jax.tree.map(lambda x: jnp.sum(x, axis=(0, 1)).reshape(-1, *x.shape[4:]), dbias)

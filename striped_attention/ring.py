@@ -10,8 +10,9 @@ for the transfer, so the compiler can run both at once. Partial results are join
                attend(q, kv)                           attend_grad(q, kv)
                merge into the result                   add to the sum that arrived
 
-The device's own block comes first, and its dk and dv stay at home until the travelling rest arrives at the very end. So
-the travelling sums make N - 1 hops too. They are float32; k and v travel in their own dtype, key heads only.
+Forward, the device's own block comes first: it needs no hop, and hides the first one. Backward it comes last: while it
+is computed the travelled sums of its dk and dv come home. So they make N - 1 hops too. They are float32; k and v travel
+in their own dtype, key heads only. Only the first hop of the backward pass has no block to hide behind.
 """
 
 import dataclasses
@@ -27,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from striped_attention.bias import Bias
-from striped_attention.kernel import Block, Kernel, Partial, accumulator, merge
+from striped_attention.kernel import Block, Kernel, Partial, Pattern, accumulator, merge
 from striped_attention.layout import Layout
 from striped_attention.mask import Mask
 
@@ -57,16 +58,26 @@ class Ring:
     def blocks(self, mask: Mask, bias: Bias | None) -> Any:
         """A function from an offset to the block of this device's queries with the keys from `offset` places back."""
         here = lax.axis_index(self.axis_name)
-        place = functools.partial(self.layout.positions, length=self.padded_length, devices=self.devices)
-        positions = place(here)
-        lo, hi = mask.bounds(positions, self.length)
 
         def block(offset: Any) -> Block:
-            there = (here - offset) % self.devices
-            count = functools.partial(self.layout.count_before, there, length=self.padded_length, devices=self.devices)
-            return Block(count(lo), count(hi), positions, place(there), bias, self.scale, self.softcap, self.tile)
+            own = isinstance(offset, int) and offset == 0
+            return self.block(mask, bias, here, (here - offset) % self.devices, own)
 
         return block
+
+    def block(self, mask: Mask, bias: Bias | None, here: Any, there: Any, own: bool) -> Block:
+        """The block of the queries of one device with the keys of another; `mask` is that of the queries' device."""
+        place = functools.partial(self.layout.positions, length=self.padded_length, devices=self.devices)
+        count = functools.partial(self.layout.count_before, there, length=self.padded_length, devices=self.devices)
+        positions = place(here)
+        lo, hi = mask.bounds(positions, self.length)
+        pattern = None
+        if mask.lo is None and mask.hi is None and mask.prefix in (None, 0):
+            pattern = Pattern(self.layout, self.devices, mask.prefix == 0, mask.window, own)
+        return Block(
+            *(count(lo), count(hi), positions, place(there), bias, pattern),
+            *(self.scale, self.softcap, self.tile),
+        )
 
     def send(self, x: Any, places: int) -> Any:
         """Pass a pytree `places` on along the ring."""
@@ -133,18 +144,19 @@ def _forward(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: A
     block = ring.blocks(mask, bias)
     offsets = ring.offsets(mask)
     dtype = accumulator(q.dtype)
-    nothing = Partial(jnp.zeros_like(q, dtype=dtype), jnp.full_like(q, -jnp.inf, shape=q.shape[:-1], dtype=dtype))
+    attend = ring.kernel.attend(q)
 
     def step(carry: Any, offset: Any, places: int) -> Any:
         kv, result = carry
         sent = ring.send(kv, places)
-        return (sent, merge(result, ring.kernel.attend(q, *kv, block(offset)))), None
+        return (sent, merge(result, attend(*kv, block(offset)))), None
 
-    carry = ((k, v), nothing)
-    for run in _runs(offsets):
-        carry, _ = lax.scan(functools.partial(step, places=run.places), carry, run.offsets)
-    kv, result = carry
-    result = merge(result, ring.kernel.attend(q, *kv, block(offsets[-1])))
+    kv = ring.send((k, v), offsets[1]) if len(offsets) > 1 else (k, v)
+    result = attend(k, v, block(0))
+    for run in _runs(offsets[1:]):
+        (kv, result), _ = lax.scan(functools.partial(step, places=run.places), (kv, result), run.offsets)
+    if len(offsets) > 1:
+        result = merge(result, attend(*kv, block(offsets[-1])))
     if sinks is not None:  # a sink is a key that everybody sees and whose value is 0
         sink = jnp.broadcast_to(sinks.astype(dtype), result.lse.shape)
         result = merge(result, Partial(jnp.zeros_like(result.out), sink))
@@ -152,7 +164,7 @@ def _forward(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: A
     # dq and dk are small differences of large numbers, one of them out · dout, so the backward pass needs all of out.
     # What rounding takes from it is kept in the inputs' dtype, at half the cost of keeping out in float32.
     lost = None
-    if q.dtype != dtype:
+    if q.dtype != dtype and ring.kernel.FULL_OUT:
         lost = checkpoint_name((result.out - out.astype(dtype)).astype(q.dtype), SAVED[1])
     lse = checkpoint_name(result.lse, SAVED[2])
     return out, (q, k, v, mask, bias, sinks, out, lost, lse)
@@ -165,9 +177,10 @@ def _backward(ring: Ring, residuals: Any, dout: Array) -> Any:
         out = out + lost.astype(lse.dtype)
     block = ring.blocks(mask, bias)
     offsets = ring.offsets(mask)
+    attend_grad = ring.kernel.attend_grad(q, out, lse, dout)
 
     def grads(kv: Any, offset: Any) -> Any:
-        dq, dk, dv, dbias = ring.kernel.attend_grad(q, *kv, block(offset), out, lse, dout)
+        dq, dk, dv, dbias = attend_grad(*kv, block(offset))
         return (dq, dbias), (dk, dv)
 
     def step(kv: Any, stay: Any, travel: Any, offset: Any, places: int | None, came: int | None) -> Any:
@@ -180,16 +193,17 @@ def _backward(ring: Ring, residuals: Any, dout: Array) -> Any:
         kv, stay, travel = carry
         return step(kv, stay, travel, offset, run.places, run.came), None
 
-    hops = [*(b - a for a, b in itertools.pairwise(offsets)), None]
-    kv, stay, home = step((k, v), None, None, 0, hops[0], None)
-    if len(offsets) > 1:  # the first foreign block, with which a sum starts to travel
-        kv, stay, travel = step(kv, stay, None, offsets[1], hops[1], None)
+    stay = travel = back = None
+    if len(offsets) > 1:
+        hops = [*(b - a for a, b in itertools.pairwise(offsets)), None]
+        kv = ring.send((k, v), offsets[1])
+        kv, stay, travel = step(kv, None, None, offsets[1], hops[1], None)
         for run in _runs(offsets[2:], came=hops[1]):
             (kv, stay, travel), _ = lax.scan(functools.partial(loop, run=run), (kv, stay, travel), run.offsets)
         if len(offsets) > 2:
             _, stay, travel = step(kv, stay, travel, offsets[-1], None, hops[-2])
-        home = _add(home, ring.send(travel, ring.devices - offsets[-1]))
-    (dq, dbias), (dk, dv) = stay, home
+        back = ring.devices - offsets[-1]
+    _, (dq, dbias), (dk, dv) = step((k, v), stay, travel, 0, None, back)
     dsinks = None
     if sinks is not None:
         delta = jnp.sum(out * dout, axis=-1)

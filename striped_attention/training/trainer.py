@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 import striped_attention as sa
 from striped_attention._version import __version__
-from striped_attention.attention import check_kernel as check_attention_kernel
+from striped_attention.attention import KERNELS, choose_kernel
 from striped_attention.hardware import peak_flops
 from striped_attention.parallel import AXES, check_devices, make_mesh, parse_mesh
 from striped_attention.training import data
@@ -113,17 +113,20 @@ def check_kernel(config: TrainConfig, sizes: dict[str, int]) -> None:
     """Raise unless the kernel exists and can do the attention of this run."""
     model, devices = config.model, sizes[AXES.sequence]
     layout = config.make_layout(devices)
-    slots = layout.padded_length(config.sequence_length, devices) // devices
+    length = layout.padded_length(config.sequence_length, devices)
     query, key = (
-        jax.ShapeDtypeStruct((config.batch // sizes[AXES.batch], slots, heads, model.head_dim), config.dtype)
+        jax.ShapeDtypeStruct(
+            (config.batch // sizes[AXES.batch], length // devices, heads, model.head_dim), config.dtype
+        )
         for heads in (model.heads, model.kv_heads)
     )
     mask = sa.documents(np.zeros((1, config.sequence_length), np.int32))
     tile = None if config.tile is None else (config.tile, config.tile)
     try:
-        check_attention_kernel(
-            *(config.kernel, query, key), softcap=None, bias=None, mask=mask, layout=layout, devices=devices, tile=tile
-        )
+        if config.kernel not in ("auto", *KERNELS):
+            raise ValueError(f"--kernel must be one of {['auto', *KERNELS]}; got {config.kernel!r}.")
+        what = dict(softcap=None, bias=None, mask=mask, layout=layout, devices=devices, tile=tile)
+        choose_kernel(config.kernel, query, key, padded=length != config.sequence_length, **what)
     except (ValueError, NotImplementedError) as error:
         raise UsageError(str(error)) from error
 

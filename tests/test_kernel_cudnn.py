@@ -1,0 +1,189 @@
+"""The cudnn kernel's pieces, checked without a GPU: cuDNN's two shapes of attention are played by plain JAX."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import striped_attention as sa
+from striped_attention import cudnn, kernel_cudnn
+from striped_attention.attention import KERNELS, choose_kernel
+from striped_attention.kernel import Block, Pattern
+from striped_attention.oracle import dense_partial
+from striped_attention.replay import replay
+from striped_attention.ring import Ring
+
+LAYOUTS = [sa.contiguous(), sa.striped(), sa.zigzag()]
+
+
+def visible(queries, keys, causal, window):
+    i, j = np.arange(queries)[:, None], np.arange(keys)[None, :]
+    seen = (j <= i) if causal else np.ones((queries, keys), bool)
+    return seen if window is None else seen & (j > i - window)
+
+
+def play_forward(q, k, v, *, scale, causal, window=None):
+    out, lse = dense_partial(q, k, v, visible(q.shape[1], k.shape[1], causal, window)[None], scale=scale)
+    return [out, jnp.swapaxes(lse, 1, 2)]
+
+
+def play_backward(q, k, v, out, lse, dout, *, scale, causal, window=None):
+    group = q.shape[2] // k.shape[2]
+    heads = lambda x: jnp.repeat(x, group, axis=2)  # noqa: E731
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, heads(k)) * scale
+    p = jnp.where(visible(q.shape[1], k.shape[1], causal, window), jnp.exp(scores - lse[..., None]), 0)
+    delta = jnp.swapaxes(jnp.sum(out * dout, axis=-1), 1, 2)
+    ds = p * (jnp.einsum("bqhd,bkhd->bhqk", dout, heads(v)) - delta[..., None]) * scale
+    fold = lambda x: x.reshape(*x.shape[:2], k.shape[2], group, -1).sum(3)  # noqa: E731
+    dq = jnp.einsum("bhqk,bkhd->bqhd", ds, heads(k))
+    return [dq, fold(jnp.einsum("bhqk,bqhd->bkhd", ds, q)), fold(jnp.einsum("bhqk,bqhd->bkhd", p, dout))]
+
+
+@pytest.fixture
+def played(monkeypatch):
+    monkeypatch.setattr(cudnn, "forward", play_forward)
+    monkeypatch.setattr(cudnn, "backward", play_backward)
+    monkeypatch.setattr(cudnn, "unavailable", lambda: None)
+    monkeypatch.setattr(kernel_cudnn, "_DTYPES", ("float32",))
+
+
+def covered(cases, which, slots):
+    """What the rows of a block see, by its piece."""
+    seen = np.zeros((slots, slots), bool)
+    piece = cases[int(which)]
+    if piece is None:
+        return seen
+    (a, b), (c, d) = piece.rows, piece.keys
+    part = visible(b - a, d - c, piece.causal, piece.window)
+    inside = slice(max(a, 0), min(b, slots))
+    seen[inside, c:d] = part[inside.start - a : inside.stop - a]
+    return seen[::-1, ::-1] if piece.backwards else seen
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("members", [1, 2, 3, 5])
+def test_the_pieces_of_every_block_are_its_mask(layout, members):
+    for slots in (2, 6):
+        length = slots * members
+        edges = {n + i for n in (2, slots, slots + 3, 2 * slots, length) for i in (-1, 0, 1)}
+        for mask in (sa.full(), sa.causal(), *map(sa.sliding_window, sorted(edges))):
+            ring = Ring("s", members, layout, length, length, kernel_cudnn, 1.0)
+            for here, there in itertools.product(range(members), range(members)):
+                block = ring.block(mask, None, here, there, own=here == there)
+                slot = np.arange(slots)
+                truth = (block.start[0][:, None] <= slot) & (slot < block.end[0][:, None])
+                np.testing.assert_array_equal(seen_by_pieces(block, slots), truth, err_msg=f"{mask} {here} {there}")
+
+
+def seen_by_pieces(block, slots):
+    if not kernel_cudnn._in_halves(block):
+        ahead = int(block.query_positions[0] - block.key_positions[0])
+        cases, which = kernel_cudnn.pieces(block.pattern, slots, ahead)
+        return covered(cases, which, slots)
+    half = slots // 2
+    seen = np.zeros((slots, slots), bool)
+    for i, j in kernel_cudnn._MEETINGS:
+        part = seen_by_pieces(kernel_cudnn._half_block(block, i, j), half)
+        seen[i * half : (i + 1) * half, j * half : (j + 1) * half] = part
+    return seen
+
+
+@pytest.mark.usefixtures("played")
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("mask", [sa.causal(), sa.full(), sa.sliding_window(5), sa.sliding_window(21)], ids=str)
+def test_a_ring_of_pieces_has_the_results_of_a_ring_of_ranges(layout, mask):
+    rng = np.random.default_rng(0)
+    q, dout = (jnp.asarray(x, jnp.float32) for x in rng.standard_normal((2, 2, 32, 4, 8)))
+    k, v = (jnp.asarray(x, jnp.float32) for x in rng.standard_normal((2, 2, 32, 2, 8)))
+    mesh = jax.make_mesh((4,), ("s",), devices=jax.devices()[:4])
+
+    def run(kernel):
+        def attend(q, k, v):
+            arrays = (layout.permute(x, 4, 1) for x in (q, k, v))
+            out = sa.attention(*arrays, axis_name="s", layout=layout, mask=mask, mesh=mesh, kernel=kernel)
+            return layout.restore(out, 4, 1)
+
+        @jax.jit
+        def both(q, k, v, dout):
+            out, pull = jax.vjp(attend, q, k, v)
+            return out, *pull(dout)
+
+        return jax.block_until_ready(both(q, k, v, dout))
+
+    pieces, ranges = run("cudnn"), run("xla")
+    again = replay(q, k, v, dout, kernel=kernel_cudnn, layout=layout, mask=mask, members=4)
+    for a, b, c in zip(pieces, ranges, again, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+        np.testing.assert_allclose(c, b, atol=1e-5)
+
+
+@pytest.mark.usefixtures("played")
+def test_padding_is_never_seen():
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(x, jnp.float32) for x in rng.standard_normal((3, 1, 30, 2, 8)))
+    mesh = jax.make_mesh((4,), ("s",), devices=jax.devices()[:4])
+    for layout in LAYOUTS:
+        arrays = [layout.permute(x, 4, 1, pad=np.nan) for x in (q, k, v)]
+        options = dict(axis_name="s", layout=layout, mask=sa.causal(), mesh=mesh, length=30)
+        results = [np.asarray(sa.attention(*arrays, kernel=kernel, **options)) for kernel in ("cudnn", "xla")]
+        np.testing.assert_allclose(*results, atol=1e-5)
+
+
+Q, K = (jax.ShapeDtypeStruct((1, 64, heads, 128), jnp.bfloat16) for heads in (8, 2))
+CAN = dict(softcap=None, bias=None, mask=sa.causal(), layout=sa.striped(), devices=4, tile=None, padded=False)
+CANNOT = {
+    "not documents": dict(mask=sa.documents(np.zeros((1, 256), np.int32))),
+    "or a prefix": dict(mask=sa.prefix(3)),
+    "the layout is striped\\(16\\)": dict(layout=sa.striped(16)),
+    "no softcap": dict(softcap=30.0),
+    "no bias": dict(bias=sa.alibi(np.ones(8, np.float32))),
+    "no tile": dict(tile=(128, 128)),
+    "cannot hide padding": dict(mask=sa.full(), padded=True),
+}
+
+
+@pytest.mark.parametrize("reason", CANNOT)
+def test_what_it_cannot_do_names_the_kernel_that_can(monkeypatch, reason):
+    monkeypatch.setattr(cudnn, "unavailable", lambda: None)
+    assert choose_kernel("cudnn", Q, K, **CAN) == choose_kernel("auto", Q, K, **CAN) == "cudnn"
+    with pytest.raises(NotImplementedError, match=f"Kernel 'cudnn' cannot do this: .*{reason}.* Use kernel='xla'"):
+        choose_kernel("cudnn", Q, K, **{**CAN, **CANNOT[reason]})
+    assert choose_kernel("auto", Q, K, **{**CAN, **CANNOT[reason]}) == "xla"
+
+
+def test_dtypes_and_head_dimensions_it_cannot_do(monkeypatch):
+    monkeypatch.setattr(cudnn, "unavailable", lambda: None)
+    for shape, dtype, reason in (((1, 8, 2, 128), jnp.float32, "float32"), ((1, 8, 2, 160), jnp.bfloat16, "got 160")):
+        x = jax.ShapeDtypeStruct(shape, dtype)
+        with pytest.raises(NotImplementedError, match=reason):
+            choose_kernel("cudnn", x, x, **CAN)
+
+
+def test_auto_says_what_it_takes_and_why(caplog):
+    with caplog.at_level("INFO", "striped_attention"):
+        assert choose_kernel("auto", Q, K, **CAN) == "xla"
+    assert caplog.messages == ["kernel='auto' takes 'xla'. Not 'cudnn': It needs an NVIDIA GPU; JAX runs on cpu here."]
+
+
+def test_another_version_of_jax_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "__version__", "0.99.1")
+    assert cudnn.unavailable() == "It knows how to call cuDNN through JAX 0.10 to before 0.13; this is JAX 0.99.1."
+
+
+def test_the_primitives_of_jax_are_there():
+    """Abstract evaluation needs no GPU: it fails if JAX has changed what they take."""
+    lse = jax.ShapeDtypeStruct((1, 8, 64), jnp.float32)
+    options = dict(scale=1.0, causal=True, window=5)
+    out = jax.eval_shape(lambda *x: cudnn.forward(*x, **options), Q, K, K)
+    assert [(x.shape, x.dtype) for x in out] == [(Q.shape, Q.dtype), (lse.shape, lse.dtype)]
+    grads = jax.eval_shape(lambda *x: cudnn.backward(*x, **options), Q, K, K, Q, lse, Q)
+    assert [x.shape for x in grads] == [Q.shape, K.shape, K.shape]
+
+
+def test_ranges_are_refused():
+    block = Block(*np.zeros((4, 1, 8), np.int32))
+    with pytest.raises(NotImplementedError, match="takes no ranges"):
+        KERNELS["cudnn"].attend(jnp.zeros((1, 8, 2, 8)))(jnp.zeros((1, 8, 2, 8)), jnp.zeros((1, 8, 2, 8)), block)
+    assert Pattern(sa.striped(), 2, True, None, own=True).own
