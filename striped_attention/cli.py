@@ -57,7 +57,7 @@ def bench(config: Any) -> int:
     """`striped bench`."""
     from striped_attention.bench import gpu
 
-    gpu.run(config)
+    {"gpu": gpu.run, "overlap": gpu.overlap}[config.suite](config)
     return 0
 
 

@@ -31,13 +31,13 @@ def replay(
     length = q.shape[1]
     ring = Ring("replayed", members, layout, length, length, kernel, q.shape[-1] ** -0.5)
     qs, ks, vs, douts = (jnp.split(layout.permute(x, members, 1), members, axis=1) for x in (q, k, v, dout))
+    offsets = ring.offsets(mask)
+    member = jax.jit(functools.partial(_member, ring, mask, offsets))
     outs, dqs = [], []
     dkvs: list[Any] = [None] * members
     for here in range(members):
-        offsets = ring.offsets(mask)
-        run = functools.partial(_member, ring, mask, here, offsets)
         theres = [(here - offset) % members for offset in offsets]
-        out, dq, parts = jax.jit(run)(qs[here], douts[here], [(ks[there], vs[there]) for there in theres])
+        out, dq, parts = member(jnp.int32(here), qs[here], douts[here], [(ks[there], vs[there]) for there in theres])
         outs.append(out)
         dqs.append(dq)
         for there, part in zip(theres, parts, strict=True):
@@ -47,7 +47,7 @@ def replay(
     return back(outs, q), back(dqs, q), back(dks, k), back(dvs, v)
 
 
-def _member(ring: Ring, mask: Mask, here: int, offsets: Any, q: Any, dout: Any, kvs: Any) -> Any:
+def _member(ring: Ring, mask: Mask, offsets: Any, here: Any, q: Any, dout: Any, kvs: Any) -> Any:
     """One member: its output and dq, and what it adds to the dk and dv of each block it meets."""
     blocks = [ring.block(mask, None, here, (here - offset) % ring.devices, offset == 0) for offset in offsets]
     attend = ring.kernel.attend(q)

@@ -30,7 +30,7 @@ def run(code, **environment):
 
 def test_the_public_surface():
     names = set(json.loads(run("import json, striped_attention as sa; print(json.dumps(dir(sa)))")))
-    modules = {"attention", "bias", "kernel", "kernel_xla", "layout", "mask", "ring"}
+    modules = {"attention", "bias", "cudnn", "kernel", "kernel_cudnn", "kernel_xla", "layout", "mask", "ring"}
     assert {name for name in names if not name.startswith("_")} == PUBLIC | modules
 
 

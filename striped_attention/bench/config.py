@@ -15,10 +15,10 @@ class BenchConfig:
     """Measure this machine. The answers are checked first; the result is one JSON document.
 
     gpu: attention on one NVIDIA GPU as every member of a ring would run it. The program is the real one for that many
-    GPUs, only the wire is missing.
+    GPUs, only the wire is missing. overlap: which transfers of these programs are hidden behind attention.
     """
 
-    suite: tyro.conf.Positional[Literal["gpu"]]
+    suite: tyro.conf.Positional[Literal["gpu", "overlap"]]
     """What to measure."""
     members: tuple[int, ...] = (2, 4, 8, 16)
     """Sizes of the rings."""

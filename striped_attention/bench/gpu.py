@@ -1,12 +1,15 @@
 """The suite `gpu`: what every member of a ring of GPUs would take, measured on one.
 
 JAX can pretend that there are N GPUs where there is one (`jax_mock_gpu_topology`): it compiles the real program for N,
-and runs the part of one member. Only the wire is missing: a transfer takes no time, and what it brings is what lay in
-memory. So memory is filled with random numbers first, because zeros would make the matrix units faster than real data.
-A member takes as long as its arithmetic, and so does a ring if transfers are hidden; `hidden` says how many are, and
-`hop_seconds` what one takes on a real wire.
+and runs the part of one member. Only the wire is missing: a transfer takes no time and brings whatever lay in memory,
+mostly zeros and NaN, on which a GPU runs faster than on real numbers. So the program that is timed is another one, in
+which members keep their keys and values, with the heads in another order: a copy on the GPU stands for the transfer.
+
+A member takes as long as its arithmetic, and so does a ring if transfers are hidden: `hidden` says how many are, in the
+schedule of the real program, and `hop_seconds` what one takes on a real wire.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import rich.console
@@ -34,6 +38,7 @@ def run(config: BenchConfig) -> None:
     if config.quick:
         config = dataclasses.replace(config, members=(8,), lengths=(65_536,), heads=("16:16",))
     say = rich.console.Console(highlight=False, soft_wrap=True).print
+    config.output.parent.mkdir(parents=True, exist_ok=True)
     document = metadata("gpu", {**dataclasses.asdict(config), "output": None, "dim": DIM, "dtype": "bfloat16"})
     single = [length for length in config.lengths if length <= 262_144] or [min(config.lengths)]
     document["checks"] = _worker("check", members=list(config.members))
@@ -51,11 +56,21 @@ def run(config: BenchConfig) -> None:
                         f"{members} members, {length:,} tokens, {heads}, {row['layout']}, rank {row['rank']}: "
                         f"{row['forward'] * 1e3:.2f} ms, {row['both'] * 1e3:.2f} ms"
                     )
-    document["summary"] = summary(document)
+                document["summary"] = summary(document)
+                config.output.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     say(table(document["summary"]))
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    config.output.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     say(str(config.output))
+
+
+def overlap(config: BenchConfig) -> None:
+    """Say which transfers of the programs for rings of GPUs are hidden behind attention. Runs nothing."""
+    say = rich.console.Console(highlight=False, soft_wrap=True).print
+    for members in config.members:
+        for row in _worker("schedule", members=members, length=config.lengths[0], heads=config.heads[0]):
+            hidden = [t for t in row["transfers"] if t["hidden"]]
+            exposed = [f"{t['dtype']}, {t['bytes'] / 1e6:.0f} MB" for t in row["transfers"] if not t["hidden"]]
+            said = f"{members} members, {row['layout']}: {len(hidden)} of {len(row['transfers'])} transfers are hidden"
+            say(said + (f"; not: {'; '.join(exposed)}" if exposed else ""))
 
 
 def summary(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -121,7 +136,7 @@ def _worker(task: str, **options: Any) -> Any:
 
 def _main(options: dict[str, Any]) -> Any:
     task = options.pop("task")
-    if task == "ring":
+    if task in ("ring", "schedule"):
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_shard_autotuning=false"
         import jax
 
@@ -131,7 +146,13 @@ def _main(options: dict[str, Any]) -> Any:
     if (reason := cudnn.unavailable()) is not None:
         print(f"This suite measures the cudnn kernel. {reason}", file=sys.stderr)
         raise SystemExit(2)
-    return {"check": _check, "ideal": _measure_ideal, "ring": _measure_ring}[task](**options)
+    tasks: dict[str, Any] = {
+        "check": _check,
+        "ideal": _measure_ideal,
+        "ring": _measure_ring,
+        "schedule": _read_schedule,
+    }
+    return tasks[task](**options)
 
 
 def _check(members: list[int]) -> list[dict[str, Any]]:
@@ -182,51 +203,99 @@ def _measure_ideal(lengths: list[int], heads: list[str]) -> list[dict[str, Any]]
 
 def _measure_ring(members: int, length: int, heads: str) -> list[dict[str, Any]]:
     """The members that matter of a ring, with every layout: the last one, and where the first differs, the first."""
+    import striped_attention as sa
+    from striped_attention.schedule import transfers
+
+    q_heads, kv_heads = map(int, heads.split(":"))
+    flops = _flops(length, q_heads) / members
+    rows = []
+    for layout in (sa.contiguous(), sa.striped(), sa.zigzag()):
+        for rank in (members - 1,) if layout == sa.contiguous() else (0, members - 1):
+            attend, both, (q, dout, k, v) = _program(layout, members, length, heads, rank)
+            real = _compile(both, (q, k, v, dout))
+            sent = transfers(str(real.as_text()))
+            with _keys_at_home():
+                timed = _compile(attend, (q, k, v)), _compile(both, (q, k, v, dout))
+            rows.append(
+                {
+                    **{"members": members, "length": length, "heads": heads, "layout": repr(layout), "rank": rank},
+                    "forward": _seconds(timed[0], (q, k, v), flops),
+                    "both": _seconds(timed[1], (q, k, v, dout), 3.5 * flops),
+                    **{"forward_flops": flops, "both_flops": 3.5 * flops},
+                    "temporary_bytes": real.memory_analysis().temp_size_in_bytes,
+                    **{"transfers": len(sent), "hidden": sum(t.hidden for t in sent)},
+                    "hop_bytes": 2 * length // members * kv_heads * DIM * 2,
+                }
+            )
+    return rows
+
+
+def _read_schedule(members: int, length: int, heads: str) -> list[dict[str, Any]]:
+    """The transfers of the forward and backward pass, compiled for a ring with every layout."""
+    import striped_attention as sa
+    from striped_attention.schedule import transfers
+
+    rows = []
+    for layout in (sa.contiguous(), sa.striped(), sa.zigzag()):
+        _, both, (q, dout, k, v) = _program(layout, members, length, heads, rank=0)
+        sent = transfers(str(_compile(both, (q, k, v, dout)).as_text()))
+        rows.append({"layout": repr(layout), "transfers": [dataclasses.asdict(t) for t in sent]})
+    return rows
+
+
+def _program(layout: Any, members: int, length: int, heads: str, rank: int) -> tuple[Any, Any, list[Any]]:
+    """Attention, attention with its gradients, and q, dout, k and v, for the member `rank` of a ring."""
     import jax
     import numpy as np
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     import striped_attention as sa
-    from striped_attention.schedule import GPU_OPTIONS, transfers
 
-    q_heads, kv_heads = map(int, heads.split(":"))
-    slots = length // members
-    _fill_memory()
-    parts = _random(slots, q_heads, kv_heads)
-    flops = _flops(length, q_heads) / members
-    rows = []
-    for layout in (sa.contiguous(), sa.striped(), sa.zigzag()):
-        for rank in (members - 1,) if layout == sa.contiguous() else (0, members - 1):
-            mesh = Mesh(np.roll(np.array(jax.devices()), rank), ("sequence",))
-            sharding = NamedSharding(mesh, PartitionSpec(None, "sequence"))
-            q, dout, k, v = (
-                jax.make_array_from_single_device_arrays((1, length, *x.shape[2:]), sharding, [x]) for x in parts
-            )
+    mesh = Mesh(np.roll(np.array(jax.devices()), rank), ("sequence",))
+    sharding = NamedSharding(mesh, PartitionSpec(None, "sequence"))
+    parts = _random(length // members, *map(int, heads.split(":")))
+    arrays = [jax.make_array_from_single_device_arrays((1, length, *x.shape[2:]), sharding, [x]) for x in parts]
 
-            def attend(q: Any, k: Any, v: Any, layout: Any = layout, mesh: Any = mesh) -> Any:
-                options = dict(axis_name="sequence", layout=layout, mask=sa.causal(), mesh=mesh, kernel="cudnn")
-                return sa.attention(q, k, v, **options)
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        options = dict(axis_name="sequence", layout=layout, mask=sa.causal(), mesh=mesh, kernel="cudnn")
+        return sa.attention(q, k, v, **options)
 
-            def both(q: Any, k: Any, v: Any, dout: Any, attend: Any = attend) -> Any:
-                out, pull = jax.vjp(attend, q, k, v)
-                return out, pull(dout)
+    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, pull(dout)
 
-            forward = jax.jit(attend).lower(q, k, v).compile(compiler_options=GPU_OPTIONS)
-            whole = jax.jit(both).lower(q, k, v, dout).compile(compiler_options=GPU_OPTIONS)
-            sent = transfers(str(whole.as_text()))
-            memory: Any = whole.memory_analysis()
-            rows.append(
-                {
-                    **{"members": members, "length": length, "heads": heads, "layout": repr(layout), "rank": rank},
-                    "forward": _seconds(forward, (q, k, v), flops),
-                    "both": _seconds(whole, (q, k, v, dout), 3.5 * flops),
-                    **{"forward_flops": flops, "both_flops": 3.5 * flops},
-                    "temporary_bytes": memory.temp_size_in_bytes,
-                    **{"transfers": len(sent), "hidden": sum(t.hidden for t in sent)},
-                    "hop_bytes": 2 * slots * kv_heads * DIM * 2,
-                }
-            )
-    return rows
+    return attend, both, arrays
+
+
+def _compile(function: Any, arguments: Any) -> Any:
+    import jax
+
+    from striped_attention.schedule import GPU_OPTIONS
+
+    jax.clear_caches()  # what `_keys_at_home` changes is no argument
+    return jax.jit(function).lower(*arguments).compile(compiler_options=GPU_OPTIONS)
+
+
+@contextlib.contextmanager
+def _keys_at_home() -> Iterator[None]:
+    """Let members keep their keys and values, heads reversed, instead of sending them; sums of dk and dv are sent."""
+    import jax
+    import jax.numpy as jnp
+    from jax import lax
+
+    from striped_attention.ring import Ring
+
+    send = Ring.send
+
+    def stay(self: Any, x: Any, places: int) -> Any:
+        copy = lambda leaf: send(self, leaf, places) if leaf.dtype == jnp.float32 else lax.rev(leaf, (2,))  # noqa: E731
+        return jax.tree.map(copy, x)
+
+    Ring.send = stay  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Ring.send = send  # type: ignore[method-assign]
 
 
 def _one_gpu(q: Any, k: Any, v: Any, dout: Any) -> Any:
@@ -250,18 +319,6 @@ def _random(length: int, heads: int, kv_heads: int) -> list[Any]:
     device = jax.local_devices()[0]
     with jax.default_device(device):
         return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
-
-
-def _fill_memory() -> None:
-    """Leave random numbers in most of the memory that JAX hands out later."""
-    import jax
-
-    device = jax.local_devices()[0]
-    stats = device.memory_stats()
-    piece = _random(65_536, 32, 32)[:1]
-    count = int(0.8 * (stats["bytes_limit"] - stats["bytes_in_use"]) // piece[0].nbytes)
-    copies = [piece[0] + 0 for _ in range(count)]
-    jax.block_until_ready(copies)
 
 
 def _seconds(run: Any, arguments: tuple[Any, ...], flops: float) -> float:

@@ -1,0 +1,42 @@
+"""Reading a schedule: which transfers lie around attention."""
+
+import pytest
+
+from striped_attention.schedule import transfers
+
+PROGRAM = """HloModule jit_both, is_scheduled=true, entry_computation_layout={()}
+
+%branch.1 (p: (bf16[1,8,2,4])) -> (bf16[1,8,2,4]) {
+  %p.1 = (bf16[1,8,2,4]{3,2,1,0}) parameter(0)
+  %attention.1 = (bf16[1,8,2,4]{3,2,1,0}, u8[0]{0}) custom-call(%p.1), custom_call_target="__cudnn$fmhaSoftmax"
+  ROOT %tuple.1 = (bf16[1,8,2,4]{3,2,1,0}) tuple(%attention.1)
+}
+
+%branch.2 (p: (bf16[1,8,2,4])) -> (bf16[1,8,2,4]) {
+  ROOT %p.2 = (bf16[1,8,2,4]{3,2,1,0}) parameter(0)
+}
+
+ENTRY %main (k: bf16[1,8,2,4]) -> bf16[1,8,2,4] {
+  %k = bf16[1,8,2,4]{3,2,1,0} parameter(0)
+  %start.1 = ((bf16[1,8,2,4]{3,2,1,0}), bf16[1,8,2,4]{3,2,1,0}) collective-permute-start(%k), channel_id=1
+  %start.2 = ((f32[1,8,2,4]{3,2,1,0}), f32[1,8,2,4]{3,2,1,0}) collective-permute-start(%k), channel_id=2
+  %done.2 = f32[1,8,2,4]{3,2,1,0} collective-permute-done(%start.2)
+  %if = (bf16[1,8,2,4]{3,2,1,0}) conditional(%x, %k, %k), branch_computations={%branch.1, %branch.2}
+  %done.1 = bf16[1,8,2,4]{3,2,1,0} collective-permute-done(%start.1)
+  ROOT %plain = bf16[1,8,2,4]{3,2,1,0} collective-permute(%done.1), channel_id=3
+}
+"""
+
+
+def test_a_transfer_is_hidden_if_attention_runs_before_it_is_awaited():
+    found = [(t.name, t.dtype, t.bytes, t.hidden) for t in transfers(PROGRAM)]
+    assert found == [("start.1", "bf16", 128, True), ("start.2", "f32", 256, False), ("plain", "bf16", 128, False)]
+
+
+def test_attention_in_no_branch_hides_nothing():
+    assert not any(t.hidden for t in transfers(PROGRAM.replace("__cudnn$fmhaSoftmax", "something_else")))
+
+
+def test_a_program_without_a_schedule_is_refused():
+    with pytest.raises(ValueError, match="has not been scheduled"):
+        transfers(PROGRAM.replace("is_scheduled=true, ", ""))
