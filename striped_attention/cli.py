@@ -40,7 +40,6 @@ def train(config: Any) -> int:
     def run() -> int:
         if config.dry_run:
             sizes = trainer.mesh_sizes(config, config.cpu_devices)
-            trainer.check_kernel(config, sizes)
             data.check(config.data, config.tokenizer, config.model.vocabulary)
             dry_run.show(config, sizes)
             return 0

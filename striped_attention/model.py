@@ -129,7 +129,13 @@ class Compute:
     def attend(self, q: Array, k: Array, v: Array, mask: Mask) -> Array:
         """Attention over the whole ring."""
         return attention_shard(
-            q, k, v, axis_name=AXES.sequence, layout=self.layout, mask=mask, kernel=self.kernel, tile=self.tile
+            *(q, k, v),
+            axis_name=AXES.sequence,
+            layout=self.layout,
+            mask=mask,
+            kernel=self.kernel,
+            tile=self.tile,
+            length=self.length,
         )
 
     def positions(self) -> Int[Array, " slots"]:

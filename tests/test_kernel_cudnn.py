@@ -1,5 +1,6 @@
 """The cudnn kernel's pieces, checked without a GPU: cuDNN's two shapes of attention are played by plain JAX."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -14,6 +15,9 @@ from striped_attention.kernel import Block, Pattern
 from striped_attention.oracle import dense_partial
 from striped_attention.replay import replay
 from striped_attention.ring import Ring
+from striped_attention.training.config import TrainConfig
+from striped_attention.training.errors import UsageError
+from striped_attention.training.trainer import choose
 
 LAYOUTS = [sa.contiguous(), sa.striped(), sa.zigzag()]
 
@@ -188,3 +192,16 @@ def test_ranges_are_refused():
     with pytest.raises(NotImplementedError, match="takes no ranges"):
         KERNELS["cudnn"].attend(jnp.zeros((1, 8, 2, 8)))(jnp.zeros((1, 8, 2, 8)), jnp.zeros((1, 8, 2, 8)), block)
     assert Pattern(sa.striped(), 2, True, None, own=True).own
+
+
+def test_training_deals_single_tokens_to_cudnn(monkeypatch):
+    config = TrainConfig(sequence_length=8192)
+    assert config.make_layout(4, documents=False) == sa.striped(256)
+    monkeypatch.setattr(cudnn, "unavailable", lambda: None)
+    assert config.make_layout(4, documents=False) == sa.striped(1)
+    assert config.make_layout(4, documents=True) == sa.striped(256)
+    assert dataclasses.replace(config, kernel="xla").make_layout(4, documents=False) == sa.striped(256)
+    sizes = {"data": 1, "sequence": 4}
+    assert [choose(config, sizes, documents) for documents in (False, True)] == ["cudnn", "xla"]
+    with pytest.raises(UsageError, match="not documents"):
+        choose(dataclasses.replace(config, kernel="cudnn"), sizes, documents=True)

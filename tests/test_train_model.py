@@ -1,5 +1,6 @@
 """The model and the step: the same numbers on any mesh and layout as a plain model on one device, in bounded memory."""
 
+import dataclasses
 import functools
 import re
 
@@ -110,6 +111,19 @@ def test_control_run_every_layout_and_mesh_has_the_same_loss_curve(devices, layo
     losses = curve(program((1, devices), layout=layout, stripe=stripe, learning_rate=3e-3))
     np.testing.assert_allclose(losses, control(), rtol=1e-4)
     assert losses[-5:].mean() < losses[:5].mean() - 0.3, "it learns"
+
+
+def test_text_without_documents_needs_no_documents_mask():
+    """The same loss and gradients as with one document, also where the length does not divide."""
+    one = data.Corpus(CORPUS.tokens, None, 40, "one document")
+    results = []
+    for documents in (True, False):
+        run = dataclasses.replace(program((1, 4), stripe=1), documents=documents)
+        batch = run.place(data.read(one, 0, range(2), 90, 0))
+        assert (batch.mask.lo is not None) == documents
+        assert jax.tree.structure(batch) == jax.tree.structure(run.inputs)
+        results.append(jax.jit(run.loss_and_gradients)(run.fresh_state().weights, batch))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-7), *results)
 
 
 def test_packed_documents_do_not_see_each_other():

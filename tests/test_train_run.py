@@ -33,11 +33,11 @@ def _compile_once():
     """Runs of this module differ in their folders and steps more than in their programs: compile each program once."""
     programs = {}
 
-    def same(config, mesh):
-        program = Program(config, mesh)
+    def same(config, mesh, documents):
+        program = Program(config, mesh, documents=documents)
         no_matter = dict(checkpoint_dir=None, checkpoint_every=1, resume=False, profile=None, data=None, seed=0, keep=1)
         no_matter |= dict(steps=9) if config.schedule == "constant" else {}
-        first = programs.setdefault(dataclasses.replace(config, **no_matter), program)
+        first = programs.setdefault((dataclasses.replace(config, **no_matter), documents), program)
         if first is not program:
             vars(program).update(compiled=first.compiled, fresh=first.fresh)
         return program

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 import striped_attention as sa
+from striped_attention import cudnn
+from striped_attention.attention import KERNELS
 from striped_attention.layout import Layout
 from striped_attention.model import PRESETS, ModelConfig
 from striped_attention.training.errors import UsageError
@@ -37,7 +39,8 @@ class TrainConfig:
     layout: Literal["striped", "contiguous", "zigzag"] = "striped"
     """How tokens are dealt to the devices of the sequence axis. contiguous is Ring Attention, striped is balanced."""
     stripe: Whole = None
-    """Tokens of a stripe. Default: 256, the kernel's tile; a smaller power of two where a device has few tokens."""
+    """Tokens of a stripe. Default: 256, the kernel's tile; a smaller power of two where a device has few tokens; 1
+    for the kernel cudnn."""
     steps: int = 100
     """Steps of the whole run, those before a resume included."""
     seed: int = 0
@@ -78,7 +81,7 @@ class TrainConfig:
     chunk: int = 1024
     """Tokens that the feed-forward layers and the loss take at a time, on each device."""
     kernel: str = "auto"
-    """Attention kernel."""
+    """Attention kernel: xla does everything, cudnn (NVIDIA GPUs) text without documents; auto takes the faster one."""
     tile: Whole = None
     """Side of the kernel's tiles. Default: what suits the kernel."""
 
@@ -126,6 +129,8 @@ class TrainConfig:
             raise UsageError(f"--seed must be less than {2**32}; got {self.seed}.")
         if not self.clip > 0:  # NaN is not
             raise UsageError(f"--clip must be above 0; got {self.clip}. For no clipping choose a large number.")
+        if self.kernel not in ("auto", *KERNELS):
+            raise UsageError(f"--kernel must be one of {['auto', *KERNELS]}; got {self.kernel!r}.")
         if self.stripe is not None and self.layout != "striped":
             raise UsageError(f"--stripe is for --layout striped; got --layout {self.layout}. Leave one of them out.")
         if self.resume and self.checkpoint_dir is None:
@@ -146,12 +151,14 @@ class TrainConfig:
         except ValueError as error:
             raise UsageError(str(error)) from error
 
-    def make_layout(self, devices: int) -> Layout:
-        """The layout on that many devices of the sequence axis."""
+    def make_layout(self, devices: int, documents: bool = True) -> Layout:
+        """The layout on that many devices of the sequence axis, for text with documents or without."""
         if self.layout == "contiguous":
             return sa.contiguous()
         if self.layout == "zigzag":
             return sa.zigzag()
+        if self.stripe is None and not documents and self.kernel != "xla" and cudnn.unavailable() is None:
+            return sa.striped(1)
         quarter = max(1, -(-self.sequence_length // devices) // 4)
         return sa.striped(self.stripe or min(256, 2 ** (quarter.bit_length() - 1)))
 

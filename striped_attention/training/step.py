@@ -19,6 +19,7 @@ import striped_attention as sa
 from striped_attention.mask import Mask
 from striped_attention.model import Compute, ModelConfig, init, token_losses
 from striped_attention.parallel import AXES
+from striped_attention.schedule import GPU_OPTIONS
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.data import Batch
 
@@ -64,11 +65,15 @@ def make_optimiser(config: TrainConfig) -> optax.GradientTransformation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A model, its optimiser and a mesh, ready to train. `attend` replaces the ring, in tests."""
+    """A model, its optimiser and a mesh, ready to train; `documents` says whether the text has any.
+
+    `attend` replaces the ring, in tests.
+    """
 
     config: TrainConfig
     mesh: Mesh
     attend: Any = None
+    documents: bool = True
 
     @property
     def model(self) -> ModelConfig:
@@ -79,7 +84,7 @@ class Program:
         config, devices = self.config, self.mesh.shape[AXES.sequence]
         tile = None if config.tile is None else (config.tile, config.tile)
         return Compute(
-            layout=config.make_layout(devices),
+            layout=config.make_layout(devices, self.documents),
             devices=devices,
             length=config.sequence_length,
             dtype=jnp.dtype(config.dtype),
@@ -138,7 +143,8 @@ class Program:
     @functools.cached_property
     def compiled(self) -> Any:
         """The step, compiled now."""
-        return self.step.lower(self.state, self.inputs).compile()
+        options = GPU_OPTIONS if self.mesh.devices.flat[0].platform == "gpu" else None
+        return self.step.lower(self.state, self.inputs).compile(compiler_options=options)
 
     def _step(self, state: State, inputs: Inputs) -> tuple[State, dict[str, Any]]:
         loss, stop, gradients = self.loss_and_gradients(state.weights, inputs)
@@ -181,7 +187,7 @@ class Program:
         """Put a batch (this process's rows of it, in text order) on the mesh, in layout order."""
         layout, devices = self.compute.layout, self.compute.devices
         tokens, targets, weights = (layout.permute(x, devices, 1) for x in (batch.tokens, batch.targets, batch.weights))
-        mask = sa.documents(batch.segments).permute(layout, devices)
+        mask = sa.documents(batch.segments).permute(layout, devices) if self.documents else sa.causal()
 
         def put(x: np.ndarray) -> jax.Array:
             def part(index: Any) -> np.ndarray:
@@ -200,7 +206,9 @@ class Program:
         def tokens(dtype: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(self._shape, dtype, sharding=self._sharding(AXES.tokens))
 
-        mask = dataclasses.replace(sa.causal(), lo=tokens(jnp.int32), length=length, placed=(layout, devices))
+        mask = sa.causal()
+        if self.documents:
+            mask = dataclasses.replace(mask, lo=tokens(jnp.int32), length=length, placed=(layout, devices))
         everybody = self._sharding(PartitionSpec(AXES.everything))
         stop = jax.ShapeDtypeStruct((self.mesh.size,), jnp.int32, sharding=everybody)
         return Inputs(tokens(jnp.int32), tokens(jnp.int32), tokens(jnp.float32), mask, stop)

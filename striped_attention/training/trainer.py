@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 
 import striped_attention as sa
 from striped_attention._version import __version__
-from striped_attention.attention import KERNELS, choose_kernel
+from striped_attention.attention import choose_kernel
 from striped_attention.hardware import peak_flops
 from striped_attention.parallel import AXES, check_devices, make_mesh, parse_mesh
 from striped_attention.training import data
@@ -39,10 +39,11 @@ def train(config: TrainConfig) -> State:
     What can be refused is refused before anything is written.
     """
     sizes = mesh_sizes(config, jax.device_count())
-    check_kernel(config, sizes)
     corpus = data.load(config.data, config.tokenizer, config.end_token, config.model.vocabulary)
     data.read(corpus, 0, range(1), config.sequence_length, config.seed)
-    program = Program(config, make_mesh(sizes))
+    documents = corpus.end is not None
+    kernel = choose(config, sizes, documents)
+    program = Program(config, make_mesh(sizes), documents=documents)
     start = _start(config, corpus)
     _check_folder(config)
     checkpoints, place = None, start
@@ -51,7 +52,7 @@ def train(config: TrainConfig) -> State:
         place = checkpoints.place(like=start)
     main = jax.process_index() == 0
     with _Signals() as asked, _room(config, sizes), Watch(place.step, config.steps, quiet=not main) as watch:
-        watch.say(describe(program, corpus))
+        watch.say(describe(program, corpus, kernel))
         run = _Run(program, corpus, watch, place)
         if checkpoints is not None and place.step > 0:
             state = checkpoints.restore(place.step, program.state)
@@ -109,25 +110,22 @@ def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
     return sizes
 
 
-def check_kernel(config: TrainConfig, sizes: dict[str, int]) -> None:
-    """Raise unless the kernel exists and can do the attention of this run."""
+def choose(config: TrainConfig, sizes: dict[str, int], documents: bool) -> str:
+    """The kernel that the attention of this run takes. Raises if the one that was asked for cannot do it."""
     model, devices = config.model, sizes[AXES.sequence]
-    layout = config.make_layout(devices)
+    layout = config.make_layout(devices, documents)
     length = layout.padded_length(config.sequence_length, devices)
+    rows, slots = config.batch // sizes[AXES.batch], length // devices
     query, key = (
-        jax.ShapeDtypeStruct(
-            (config.batch // sizes[AXES.batch], length // devices, heads, model.head_dim), config.dtype
-        )
+        jax.ShapeDtypeStruct((rows, slots, heads, model.head_dim), config.dtype)
         for heads in (model.heads, model.kv_heads)
     )
-    mask = sa.documents(np.zeros((1, config.sequence_length), np.int32))
+    mask = sa.documents(np.zeros((1, config.sequence_length), np.int32)) if documents else sa.causal()
     tile = None if config.tile is None else (config.tile, config.tile)
+    what = dict(softcap=None, bias=None, mask=mask, layout=layout, devices=devices, tile=tile)
     try:
-        if config.kernel not in ("auto", *KERNELS):
-            raise ValueError(f"--kernel must be one of {['auto', *KERNELS]}; got {config.kernel!r}.")
-        what = dict(softcap=None, bias=None, mask=mask, layout=layout, devices=devices, tile=tile)
-        choose_kernel(config.kernel, query, key, padded=length != config.sequence_length, **what)
-    except (ValueError, NotImplementedError) as error:
+        return choose_kernel(config.kernel, query, key, padded=length != config.sequence_length, **what)
+    except NotImplementedError as error:
         raise UsageError(str(error)) from error
 
 
@@ -146,7 +144,7 @@ def _room(config: TrainConfig, sizes: dict[str, int]) -> Iterator[None]:
         ) from error
 
 
-def describe(program: Program, corpus: data.Corpus) -> str:
+def describe(program: Program, corpus: data.Corpus, kernel: str) -> str:
     """A run in a line."""
     config, compute = program.config, program.compute
     axes = ", ".join(f"{name} {size}" for name, size in program.mesh.shape.items())
@@ -154,7 +152,7 @@ def describe(program: Program, corpus: data.Corpus) -> str:
     return (
         f"{config.model.parameters:,} parameters, {config.batch} × {config.sequence_length:,} tokens a step, "
         f"{compute.layout!r} on {program.mesh.size} {kind} device{'s' * (program.mesh.size > 1)} ({axes}), "
-        f"{config.dtype}; {corpus.source}, {len(corpus.tokens):,} tokens"
+        f"{config.dtype}, kernel {kernel}; {corpus.source}, {len(corpus.tokens):,} tokens"
     )
 
 
