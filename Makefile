@@ -39,7 +39,7 @@ test: setup lint
 	$(RUN) -m pytest
 
 test-gpu: setup
-	JAX_PLATFORMS=cuda $(RUN) -m pytest -n 0 -s tests/test_gpu.py
+	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -n 0 -s tests/test_gpu.py
 
 lint: setup
 	$(VENV)/bin/ruff check .

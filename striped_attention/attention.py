@@ -143,7 +143,7 @@ def attention_shard(
     _check_batch(mask, query.shape[0])
     tile = _check_options(scale, softcap, kernel, tile)
     what = dict(softcap=softcap, bias=bias, mask=mask, layout=layout, devices=devices, tile=tile)
-    kernel = choose_kernel(kernel, query, key, padded=padded_length != length, **what)
+    kernel = choose_kernel(kernel, query, key, padded=padded_length != length, platform=_platform(), **what)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)
     ring = Ring(axis_name, devices, layout, length, padded_length, KERNELS[kernel], scale, softcap, tile)
@@ -319,15 +319,21 @@ def choose_kernel(name: str, query: Any, key: Any, **what: Any) -> str:
 
     Looks only at the shapes and dtypes of query and key. What "auto" chose, and why, is logged at level INFO.
     """
+    if name != "auto" and KERNELS[name].unsupported(query, key, **what) is None:
+        return name
     refusals = {other: kernel.unsupported(query, key, **what) for other, kernel in KERNELS.items()}
     able = [other for other, reason in refusals.items() if reason is None]
     if name == "auto":
         others = "".join(f" Not {other!r}: {reason}" for other, reason in refusals.items() if reason is not None)
         logging.getLogger("striped_attention").info("kernel='auto' takes %r.%s", able[0], others)
         return able[0]
-    if refusals[name] is not None:
-        raise NotImplementedError(f"Kernel {name!r} cannot do this: {refusals[name]} Use kernel={able[0]!r}.")
-    return name
+    raise NotImplementedError(f"Kernel {name!r} cannot do this: {refusals[name]} Use kernel={able[0]!r}.")
+
+
+def _platform() -> str:
+    """What the program that is being traced will run on."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -49,7 +49,7 @@ def train(config: Any) -> int:
         trainer.train(config)
         return 0
 
-    return _guard(run)
+    return _guard(run, "striped" if config.process_id is None else f"striped, process {config.process_id}")
 
 
 def bench(config: Any) -> int:
@@ -60,8 +60,8 @@ def bench(config: Any) -> int:
     return 0
 
 
-def _guard(run: Callable[[], int]) -> int:
-    """Run, and turn what a user can mend into one line and an exit code."""
+def _guard(run: Callable[[], int], name: str = "striped") -> int:
+    """Run, and turn what a user can mend into one line, which `name` begins, and an exit code."""
     from striped_attention.training.errors import Diverged, UsageError
 
     try:
@@ -72,9 +72,7 @@ def _guard(run: Callable[[], int]) -> int:
         if not (jax.distributed.is_initialized() and _lost_contact(error)):
             raise
         message, code = f"another process is gone: {str(error).splitlines()[0]}", 1
-    several = jax.distributed.is_initialized() and jax.process_count() > 1
-    who = f"striped, process {jax.process_index()}" if several else "striped"
-    print(f"{who}: {message}", file=sys.stderr, flush=True)
+    print(f"{name}: {message}", file=sys.stderr, flush=True)
     if jax.distributed.is_initialized():
         os._exit(code)  # JAX's own way out waits minutes for the other processes, who may be waiting for this one
     return code

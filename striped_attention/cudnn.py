@@ -11,27 +11,32 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 WORKS = ((0, 10), (0, 13))  # from the first of these versions of JAX up to the second, not included
+CUDNN = 91100  # 9.11: the first that knows every GPU from Ampere to Blackwell
 
 
-def unavailable() -> str | None:
-    """Why cuDNN cannot be used here, in a sentence; None if it can."""
-    version = tuple(map(int, jax.__version__.split(".")[:2]))
-    if not WORKS[0] <= version < WORKS[1]:
+def unavailable(platform: str) -> str | None:
+    """Why cuDNN cannot be used for programs on a platform, in a sentence; None if it can."""
+    jax_version = tuple(map(int, jax.__version__.split(".")[:2]))
+    if not WORKS[0] <= jax_version < WORKS[1]:
         first, last = (".".join(map(str, v)) for v in WORKS)
         return f"It knows how to call cuDNN through JAX {first} to before {last}; this is JAX {jax.__version__}."
-    if jax.default_backend() != "gpu" or not hasattr(jax.local_devices()[0], "compute_capability"):
-        return f"It needs an NVIDIA GPU; JAX runs on {jax.default_backend()} here."
-    capability = jax.local_devices()[0].compute_capability
-    if float(capability) < 8:
-        return f"It needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer; this one has {capability}."
+    if platform not in ("gpu", "cuda") or jax.default_backend() != "gpu":
+        return f"It needs an NVIDIA GPU; the program is for a {platform}, and JAX runs on a {jax.default_backend()}."
+    device = jax.local_devices()[0]
+    if "cuda" not in device.client.platform_version:
+        return f"It needs an NVIDIA GPU; this is a {device.device_kind}."
+    if float(device.compute_capability) < 8:
+        return f"It needs compute capability 8.0 (Ampere) or newer; this GPU has {device.compute_capability}."
+    if version() < CUDNN:
+        return f"It needs cuDNN {CUDNN} or newer; this is {version() or 'a JAX without cuDNN'}."
     return None
 
 
 def version() -> int:
-    """Of cuDNN, as cuDNN writes it: 91900 is 9.19.0."""
+    """Of cuDNN, as cuDNN writes it: 91900 is 9.19.0. 0 without cuDNN."""
     from jax._src.lib import cuda_versions
 
-    return int(cuda_versions.cudnn_get_version())  # type: ignore[union-attr]
+    return 0 if cuda_versions is None else int(cuda_versions.cudnn_get_version())
 
 
 def forward(

@@ -48,6 +48,7 @@ def unsupported(
     devices: int,
     tile: Any,
     padded: bool,
+    platform: str,
 ) -> str | None:
     """What this kernel cannot do of what is asked, in a sentence; None if it can do all of it."""
     dim = q.shape[-1]
@@ -64,7 +65,7 @@ def unsupported(
     for name, value in (("softcap", softcap), ("bias", bias), ("tile", tile)):
         if value is not None:
             return f"It has no {name}."
-    return cudnn.unavailable()
+    return cudnn.unavailable(platform)
 
 
 def attend(q: Float[Array, "batch queries heads dim"]) -> Callable[..., Partial]:
@@ -76,12 +77,12 @@ def attend(q: Float[Array, "batch queries heads dim"]) -> Callable[..., Partial]
         if _in_halves(block):
             return _forward_halves(q, k, v, block)
 
-        def piece(piece: Piece) -> list[Array]:
+        def run_piece(piece: Piece) -> list[Array]:
             arrays = queries.take(piece), _keys(k, piece), _keys(v, piece)
             return cudnn.forward(*arrays, scale=block.scale, causal=piece.causal, window=piece.window)
 
         stats = jax.ShapeDtypeStruct((batch, heads, slots), jnp.float32)
-        out, lse = _run(piece, [_Result(q, 1, 0.0), _Result(stats, 2, -jnp.inf)], block)
+        out, lse = _run(run_piece, [_Result(q, 1, 0.0), _Result(stats, 2, -jnp.inf)], block)
         return Partial(out.astype(jnp.float32), jnp.swapaxes(lse, 1, 2))
 
     return run
@@ -101,13 +102,13 @@ def attend_grad(
         if _in_halves(block):
             return _backward_halves(q, k, v, block, out, lse, dout)
 
-        def piece(piece: Piece) -> list[Array]:
+        def run_piece(piece: Piece) -> list[Array]:
             arrays = queries.take(piece), _keys(k, piece), _keys(v, piece)
             rows = outs.take(piece), stats.take(piece), douts.take(piece)
             return cudnn.backward(*arrays, *rows, scale=block.scale, causal=piece.causal, window=piece.window)
 
         results = [_Result(q, 1, 0.0), _Result(k, 1, 0.0, of_keys=True), _Result(v, 1, 0.0, of_keys=True)]
-        dq, dk, dv = (x.astype(jnp.float32) for x in _run(piece, results, block))
+        dq, dk, dv = (x.astype(jnp.float32) for x in _run(run_piece, results, block))
         return dq, dk, dv, None
 
     return run

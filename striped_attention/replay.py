@@ -1,6 +1,7 @@
 """Replay: all members of a ring on one device, one after the other, with nothing on the wire.
 
-The same blocks, kernels and sums as in a ring of real devices, so the same numbers: for checks where there is one GPU.
+The same blocks, kernels and merges as in a ring of real devices, so the same numbers but for the order in which dk and
+dv are added up: for checks where there is one GPU.
 """
 
 import functools
@@ -53,6 +54,7 @@ def _member(ring: Ring, mask: Mask, offsets: Any, here: Any, q: Any, dout: Any, 
     attend = ring.kernel.attend(q)
     result = functools.reduce(merge, (attend(*kv, block) for kv, block in zip(kvs, blocks, strict=True)))
     out = result.out.astype(q.dtype)
-    attend_grad = ring.kernel.attend_grad(q, out.astype(result.out.dtype), result.lse, dout.astype(result.out.dtype))
+    kept = result.out if ring.kernel.FULL_OUT else out.astype(result.out.dtype)
+    attend_grad = ring.kernel.attend_grad(q, kept, result.lse, dout.astype(result.out.dtype))
     grads = [attend_grad(*kv, block) for kv, block in zip(kvs, blocks, strict=True)]
     return out, sum(grad[0] for grad in grads), [grad[1:3] for grad in grads]

@@ -1,7 +1,8 @@
 """Schedule: which transfers of a compiled program are hidden behind attention.
 
 Reads the text of a program that XLA has scheduled (`compiled.as_text()`): there the instructions of a computation stand
-in the order in which they are issued. A transfer is hidden if attention runs between its start and its end.
+in the order in which they are issued. A transfer is hidden if attention runs between its start and its end. A device
+takes one branch of a conditional, nobody knows which: the conditional counts if it can run attention.
 """
 
 import dataclasses
@@ -53,7 +54,7 @@ def transfers(program: str) -> list[Transfer]:
             meanwhile = []
             if instruction.operation.endswith("-start"):
                 ends = (j for j, other in enumerate(instructions) if _ends(other, instruction))
-                meanwhile = instructions[i + 1 : next(ends)]
+                meanwhile = instructions[i + 1 : next(ends, len(instructions))]
             hidden = any(_works(other, busy) for other in meanwhile)
             dtype, size = _size(instruction.shape)
             found.append(Transfer(instruction.name, computation, dtype, size, hidden))
@@ -103,6 +104,8 @@ def _size(shape: str) -> tuple[str, int]:
     if found is None:
         raise ValueError(f"{shape!r} is not the shape of an array.")
     dtype, dimensions = found[1], [int(n) for n in found[2].split(",") if n]
+    if dtype not in _SIZES:
+        raise ValueError(f"The size of a {dtype} is not known here.")
     size = _SIZES[dtype]
     for n in dimensions:
         size *= n

@@ -134,9 +134,9 @@ def test_bf16_errors_stay_within_twice_those_of_one_gpu(members):
 
 def test_transfers_of_a_ring_of_8_gpus_are_hidden():
     """All but the first hop of the backward pass, which has no block to hide behind: k and v, in bf16."""
-    from striped_attention.bench.gpu import _worker
+    from striped_attention.bench.gpu import worker
 
-    for row in _worker("schedule", members=8, length=65_536, heads="16:16"):
+    for row in worker("schedule", members=8, length=65_536, heads="16:16"):
         exposed = [(t["dtype"], t["bytes"]) for t in row["transfers"] if not t["hidden"]]
         assert exposed == [("bf16", 8192 * 16 * 128 * 2)] * 2, row["layout"]
         assert len(row["transfers"]) > 10

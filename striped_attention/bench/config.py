@@ -1,21 +1,22 @@
 """Config: the options of `striped bench`."""
 
 import dataclasses
-import pathlib
 import re
 from typing import Literal
 
 import tyro
 
+from striped_attention.training.config import Path
 from striped_attention.training.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchConfig:
-    """Measure this machine. The answers are checked first; the result is one JSON document.
+    """Measure this machine; the result is one JSON document.
 
-    gpu: attention on one NVIDIA GPU as every member of a ring would run it. The program is the real one for that many
-    GPUs, only the wire is missing. overlap: which transfers of these programs are hidden behind attention.
+    gpu: attention on one NVIDIA GPU as the members of a ring would run it, answers checked first. The program is the
+    real one for that many GPUs, only the wire is missing. overlap: which transfers of these programs are hidden behind
+    attention; nothing is run.
     """
 
     suite: tyro.conf.Positional[Literal["gpu", "overlap"]]
@@ -26,8 +27,8 @@ class BenchConfig:
     """Tokens of the whole text."""
     heads: tuple[str, ...] = ("16:16", "32:8")
     """Query heads : key heads, of 128 each."""
-    output: pathlib.Path = pathlib.Path("gpu.json")
-    """Where the JSON goes."""
+    output: Path = None
+    """Where the JSON goes. Default: a file named after the suite."""
     quick: bool = False
     """One small ring, in under a minute."""
 

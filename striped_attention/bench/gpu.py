@@ -11,8 +11,10 @@ schedule of the real program, and `hop_seconds` what one takes on a real wire.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
+import pathlib
 import statistics
 import subprocess
 import sys
@@ -35,42 +37,64 @@ SECONDS = 0.3  # of work in a batch, at least
 
 def run(config: BenchConfig) -> None:
     """Check, measure, print a table and write the JSON."""
-    if config.quick:
-        config = dataclasses.replace(config, members=(8,), lengths=(65_536,), heads=("16:16",))
-    say = rich.console.Console(highlight=False, soft_wrap=True).print
-    config.output.parent.mkdir(parents=True, exist_ok=True)
-    document = metadata("gpu", {**dataclasses.asdict(config), "output": None, "dim": DIM, "dtype": "bfloat16"})
-    single = [length for length in config.lengths if length <= 262_144] or [min(config.lengths)]
-    document["checks"] = _worker("check", members=list(config.members))
-    say("answers checked: " + ", ".join(f"{c['members']} members {c['worst']:.1e}" for c in document["checks"]))
+    config = _smaller(config)
+    document = _document(config)
+    document["checks"] = worker("check", members=list(config.members))
+    _say("answers checked: " + ", ".join(f"{c['members']} members {c['worst']:.1e}" for c in document["checks"]))
     document["gpu"] = document["checks"][0]["gpu"]
-    document["ideal"] = _worker("ideal", lengths=single, heads=list(config.heads))
+    single = [length for length in config.lengths if length <= 262_144] or [min(config.lengths)]
+    document["ideal"] = worker("ideal", lengths=single, heads=list(config.heads))
     document["members"] = []
-    for members in config.members:
-        for heads in config.heads:
-            for length in config.lengths:
-                rows = _worker("ring", members=members, length=length, heads=heads)
-                document["members"] += rows
-                for row in rows:
-                    say(
-                        f"{members} members, {length:,} tokens, {heads}, {row['layout']}, rank {row['rank']}: "
-                        f"{row['forward'] * 1e3:.2f} ms, {row['both'] * 1e3:.2f} ms"
-                    )
-                document["summary"] = summary(document)
-                config.output.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-    say(table(document["summary"]))
-    say(str(config.output))
+    for members, heads, length in itertools.product(config.members, config.heads, config.lengths):
+        for row in worker("ring", members=members, length=length, heads=heads):
+            document["members"].append(row)
+            who = f"{members} members, {length:,} tokens, {heads}, {row['layout']}, rank {row['rank']}"
+            _say(f"{who}: {row['forward'] * 1e3:.2f} ms, {row['both'] * 1e3:.2f} ms")
+        document["summary"] = summary(document)
+        _write(document, config)
+    _say(table(document["summary"]))
+
+
+def _smaller(config: BenchConfig) -> BenchConfig:
+    if not config.quick:
+        return config
+    return dataclasses.replace(config, members=(8,), lengths=(65_536,), heads=("16:16",))
+
+
+def _document(config: BenchConfig) -> dict[str, Any]:
+    """What a result says before there is one. Also makes sure that it can be written."""
+    _path(config).parent.mkdir(parents=True, exist_ok=True)
+    options = {"members": config.members, "lengths": config.lengths, "heads": config.heads}
+    return metadata(config.suite, {**options, "dim": DIM, "dtype": "bfloat16"})
+
+
+def _path(config: BenchConfig) -> pathlib.Path:
+    return config.output or pathlib.Path(f"{config.suite}.json")
+
+
+def _write(document: dict[str, Any], config: BenchConfig) -> None:
+    _path(config).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+    _say(str(_path(config)))
+
+
+def _say(what: Any) -> None:
+    rich.console.Console(highlight=False, soft_wrap=True).print(what)
 
 
 def overlap(config: BenchConfig) -> None:
     """Say which transfers of the programs for rings of GPUs are hidden behind attention. Runs nothing."""
-    say = rich.console.Console(highlight=False, soft_wrap=True).print
-    for members in config.members:
-        for row in _worker("schedule", members=members, length=config.lengths[0], heads=config.heads[0]):
-            hidden = [t for t in row["transfers"] if t["hidden"]]
+    config = _smaller(config)
+    document = _document(config)
+    document["schedules"] = []
+    for members, heads, length in itertools.product(config.members, config.heads, config.lengths):
+        rows = worker("schedule", members=members, length=length, heads=heads)
+        document["schedules"] += [{"members": members, "length": length, "heads": heads, **row} for row in rows]
+        for row in rows:
             exposed = [f"{t['dtype']}, {t['bytes'] / 1e6:.0f} MB" for t in row["transfers"] if not t["hidden"]]
-            said = f"{members} members, {row['layout']}: {len(hidden)} of {len(row['transfers'])} transfers are hidden"
-            say(said + (f"; not: {'; '.join(exposed)}" if exposed else ""))
+            hidden = f"{len(row['transfers']) - len(exposed)} of {len(row['transfers'])} transfers are hidden"
+            ring = f"{members} members, {length:,} tokens, {heads}, {row['layout']}"
+            _say(f"{ring}: {hidden}" + (f"; not: {'; '.join(exposed)}" if exposed else ""))
+    _write(document, config)
 
 
 def summary(document: dict[str, Any]) -> list[dict[str, Any]]:
@@ -123,7 +147,7 @@ def table(rows: list[dict[str, Any]]) -> rich.table.Table:
     return shown
 
 
-def _worker(task: str, **options: Any) -> Any:
+def worker(task: str, **options: Any) -> Any:
     """Run a task in a process of its own: how many GPUs JAX pretends to have is settled when it starts."""
     command = [sys.executable, "-m", "striped_attention.bench.gpu", json.dumps({"task": task, **options})]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -143,7 +167,7 @@ def _main(options: dict[str, Any]) -> Any:
         jax.config.update("jax_mock_gpu_topology", f"{options['members']}x1x1")
     from striped_attention import cudnn
 
-    if (reason := cudnn.unavailable()) is not None:
+    if (reason := cudnn.unavailable("gpu")) is not None:
         print(f"This suite measures the cudnn kernel. {reason}", file=sys.stderr)
         raise SystemExit(2)
     tasks: dict[str, Any] = {
@@ -165,10 +189,10 @@ def _check(members: list[int]) -> list[dict[str, Any]]:
     from striped_attention.attention import KERNELS
     from striped_attention.replay import replay
 
-    q, dout, k, v = _random(4096, 4, 2)
-    truth = [np.asarray(x.astype(jnp.float32)) for x in jax.jit(_one_gpu)(q, k, v, dout)]
     results = []
     for count in members:
+        q, dout, k, v = _random(512 * count, 4, 2)
+        truth = [np.asarray(x.astype(jnp.float32)) for x in jax.jit(_one_gpu)(q, k, v, dout)]
         for layout in (sa.contiguous(), sa.striped(), sa.zigzag()):
             ring = replay(q, k, v, dout, kernel=KERNELS["cudnn"], layout=layout, mask=sa.causal(), members=count)
             pairs = zip((np.asarray(x.astype(jnp.float32)) for x in ring), truth, strict=True)
@@ -191,13 +215,10 @@ def _measure_ideal(lengths: list[int], heads: list[str]) -> list[dict[str, Any]]
             q, dout, k, v = _random(length, *map(int, pair.split(":")))
             forward = jax.jit(lambda q, k, v: cudnn.forward(q, k, v, scale=DIM**-0.5, causal=True))
             flops = _flops(length, int(pair.split(":")[0]))
-            times = _seconds(forward, (q, k, v), flops), _seconds(jax.jit(_one_gpu), (q, k, v, dout), 3.5 * flops)
-            rows.append(
-                {
-                    **{"length": length, "heads": pair, "forward": times[0], "both": times[1]},
-                    **{"forward_rate": flops / times[0], "both_rate": 3.5 * flops / times[1]},
-                }
-            )
+            both = jax.jit(_one_gpu), (q, k, v, dout), 3.5 * flops
+            times = _times(forward=(forward, (q, k, v), flops), both=both)
+            rates = {"forward_rate": flops / times["forward"], "both_rate": 3.5 * flops / times["both"]}
+            rows.append({"length": length, "heads": pair, **times, **rates})
     return rows
 
 
@@ -219,8 +240,7 @@ def _measure_ring(members: int, length: int, heads: str) -> list[dict[str, Any]]
             rows.append(
                 {
                     **{"members": members, "length": length, "heads": heads, "layout": repr(layout), "rank": rank},
-                    "forward": _seconds(timed[0], (q, k, v), flops),
-                    "both": _seconds(timed[1], (q, k, v, dout), 3.5 * flops),
+                    **_times(forward=(timed[0], (q, k, v), flops), both=(timed[1], (q, k, v, dout), 3.5 * flops)),
                     **{"forward_flops": flops, "both_flops": 3.5 * flops},
                     "temporary_bytes": real.memory_analysis().temp_size_in_bytes,
                     **{"transfers": len(sent), "hidden": sum(t.hidden for t in sent)},
@@ -321,8 +341,15 @@ def _random(length: int, heads: int, kv_heads: int) -> list[Any]:
         return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
 
 
-def _seconds(run: Any, arguments: tuple[Any, ...], flops: float) -> float:
-    """The median over batches of the time of a run, after one to warm up."""
+def _times(**runs: Any) -> dict[str, Any]:
+    """For each run, which is a function, its arguments and its FLOPs, the median of its samples, and the samples."""
+    samples = {name: _seconds(*run) for name, run in runs.items()}
+    medians = {name: statistics.median(taken) for name, taken in samples.items()}
+    return {**medians, "samples": samples}
+
+
+def _seconds(run: Any, arguments: tuple[Any, ...], flops: float) -> list[float]:
+    """Seconds of a run in each of some batches, after one to warm up."""
     import jax
 
     jax.block_until_ready(run(*arguments))
@@ -334,7 +361,7 @@ def _seconds(run: Any, arguments: tuple[Any, ...], flops: float) -> float:
             result = run(*arguments)
         jax.block_until_ready(result)
         samples.append((time.perf_counter() - begun) / repetitions)
-    return statistics.median(samples)
+    return samples
 
 
 def _gpu() -> dict[str, Any]:

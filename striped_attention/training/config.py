@@ -4,10 +4,11 @@ import dataclasses
 import pathlib
 from typing import Annotated, Any, Literal
 
+import jax
+import numpy as np
 import tyro
 
 import striped_attention as sa
-from striped_attention import cudnn
 from striped_attention.attention import KERNELS
 from striped_attention.layout import Layout
 from striped_attention.model import PRESETS, ModelConfig
@@ -157,10 +158,24 @@ class TrainConfig:
             return sa.contiguous()
         if self.layout == "zigzag":
             return sa.zigzag()
-        if self.stripe is None and not documents and self.kernel != "xla" and cudnn.unavailable() is None:
-            return sa.striped(1)
+        if self.stripe is None and not documents and self.kernel != "xla":
+            query, key, what = self.attention(sa.striped(1), devices, documents)
+            if KERNELS["cudnn"].unsupported(query, key, **what) is None:
+                return sa.striped(1)
         quarter = max(1, -(-self.sequence_length // devices) // 4)
         return sa.striped(self.stripe or min(256, 2 ** (quarter.bit_length() - 1)))
+
+    def attention(self, layout: Layout, devices: int, documents: bool) -> tuple[Any, Any, dict[str, Any]]:
+        """What a kernel is asked to do: shapes of queries and keys on a device, and the rest."""
+        length = layout.padded_length(self.sequence_length, devices)
+        query, key = (
+            jax.ShapeDtypeStruct((1, length // devices, heads, self.model.head_dim), self.dtype)
+            for heads in (self.model.heads, self.model.kv_heads)
+        )
+        mask = sa.documents(np.zeros((1, self.sequence_length), np.int32)) if documents else sa.causal()
+        tile = None if self.tile is None else (self.tile, self.tile)
+        what = dict(softcap=None, bias=None, mask=mask, layout=layout, devices=devices, tile=tile)
+        return query, key, {**what, "padded": length != self.sequence_length, "platform": jax.default_backend()}
 
     def record(self) -> dict[str, Any]:
         """All options as JSON can keep them."""

@@ -14,10 +14,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import multihost_utils
 
-import striped_attention as sa
 from striped_attention._version import __version__
 from striped_attention.attention import choose_kernel
 from striped_attention.hardware import peak_flops
@@ -112,19 +110,10 @@ def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
 
 def choose(config: TrainConfig, sizes: dict[str, int], documents: bool) -> str:
     """The kernel that the attention of this run takes. Raises if the one that was asked for cannot do it."""
-    model, devices = config.model, sizes[AXES.sequence]
-    layout = config.make_layout(devices, documents)
-    length = layout.padded_length(config.sequence_length, devices)
-    rows, slots = config.batch // sizes[AXES.batch], length // devices
-    query, key = (
-        jax.ShapeDtypeStruct((rows, slots, heads, model.head_dim), config.dtype)
-        for heads in (model.heads, model.kv_heads)
-    )
-    mask = sa.documents(np.zeros((1, config.sequence_length), np.int32)) if documents else sa.causal()
-    tile = None if config.tile is None else (config.tile, config.tile)
-    what = dict(softcap=None, bias=None, mask=mask, layout=layout, devices=devices, tile=tile)
+    devices = sizes[AXES.sequence]
+    query, key, what = config.attention(config.make_layout(devices, documents), devices, documents)
     try:
-        return choose_kernel(config.kernel, query, key, padded=length != config.sequence_length, **what)
+        return choose_kernel(config.kernel, query, key, **what)
     except NotImplementedError as error:
         raise UsageError(str(error)) from error
 
