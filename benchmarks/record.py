@@ -6,16 +6,16 @@ A result is one JSON document: hardware, versions, configuration, commit, every 
 import argparse
 import datetime
 import functools
-import importlib.metadata
 import json
 import os
 import pathlib
 import platform
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
+
+from striped_attention.bench.record import git, version
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 PACKAGES = ("striped-attention", "jax", "jaxlib", "numpy", "torch", "ringattention", "ring-attention-pytorch")
@@ -75,28 +75,6 @@ def hardware() -> dict[str, Any]:
 def available_memory() -> int:
     """Bytes that can be had without swapping."""
     return int((_field("/proc/meminfo", "MemAvailable") or "0 kB").split()[0]) * 1024
-
-
-def version(package: str) -> str | None:
-    """The installed version of a package, None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def git() -> dict[str, Any]:
-    """The commit, and whether the source differs from it; results do not count, a benchmark writes them itself."""
-
-    def ask(*arguments: str) -> str:
-        here = pathlib.Path(__file__).parent.parent
-        return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        changes = ask("status", "--porcelain", "--", ".", ":!benchmarks/results")
-        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(changes)}
-    except (OSError, subprocess.CalledProcessError):
-        return {"commit": None, "dirty": None}
 
 
 def write(document: dict[str, Any], path: pathlib.Path) -> None:

@@ -30,13 +30,17 @@ def version(package: str) -> str | None:
 
 
 def git() -> dict[str, Any]:
-    """The commit of the source, and whether it differs from it; None where there is no repository."""
+    """The commit, and whether the source differs from it; results do not count, a benchmark writes them itself.
+
+    None where there is no repository.
+    """
 
     def ask(*arguments: str) -> str:
-        here = pathlib.Path(__file__).parent
+        here = pathlib.Path(__file__).parent.parent.parent
         return subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(ask("status", "--porcelain", "--", "."))}
+        changes = ask("status", "--porcelain", "--", ".", ":!benchmarks/results")
+        return {"commit": ask("rev-parse", "HEAD"), "dirty": bool(changes)}
     except (OSError, subprocess.CalledProcessError):
         return {"commit": None, "dirty": None}
