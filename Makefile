@@ -39,7 +39,8 @@ test: setup lint
 	$(RUN) -m pytest
 
 test-gpu: setup
-	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -n 0 -s tests/test_gpu.py
+	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -n 0 tests/test_gpu.py \
+	    --results benchmarks/results/gpu_tests.json
 
 lint: setup
 	$(VENV)/bin/ruff check .

@@ -54,9 +54,16 @@ def train(config: Any) -> int:
 
 def bench(config: Any) -> int:
     """`striped bench`."""
-    from striped_attention.bench import gpu
-
-    {"gpu": gpu.run, "overlap": gpu.overlap}[config.suite](config)
+    try:
+        if config.suite == "step":  # which needs what training needs
+            from striped_attention.bench.step import run
+        elif config.suite == "gpu":
+            from striped_attention.bench.gpu import run
+        else:
+            from striped_attention.bench.gpu import overlap as run
+    except ModuleNotFoundError as error:
+        return _missing(error)
+    run(config)
     return 0
 
 

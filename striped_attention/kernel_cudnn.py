@@ -60,8 +60,8 @@ def unsupported(
         return "With a full mask it cannot hide padding."
     if str(q.dtype) not in _DTYPES:
         return f"It computes in {' or '.join(_DTYPES)}; the queries are {q.dtype}."
-    if dim % 8 or dim > 128:
-        return f"It needs a head dimension that is a multiple of 8, at most 128; got {dim}."
+    if dim > 128:
+        return f"It needs a head dimension of at most 128; got {dim}."
     for name, value in (("softcap", softcap), ("bias", bias), ("tile", tile)):
         if value is not None:
             return f"It has no {name}."
@@ -70,20 +70,23 @@ def unsupported(
 
 def attend(q: Float[Array, "batch queries heads dim"]) -> Callable[..., Partial]:
     """Forward pass; see `kernel.py` for the contract."""
-    queries = _Rows(q)
-    batch, slots, heads, _ = q.shape
+    batch, slots, heads, dim = q.shape
+    wide = _widen(q)
+    queries = _Rows(wide)
 
     def run(k: Array, v: Array, block: Block) -> Partial:
         if _in_halves(block):
             return _forward_halves(q, k, v, block)
+
+        k, v = _widen(k), _widen(v)
 
         def run_piece(piece: Piece) -> list[Array]:
             arrays = queries.take(piece), _keys(k, piece), _keys(v, piece)
             return cudnn.forward(*arrays, scale=block.scale, causal=piece.causal, window=piece.window)
 
         stats = jax.ShapeDtypeStruct((batch, heads, slots), jnp.float32)
-        out, lse = _run(run_piece, [_Result(q, 1, 0.0), _Result(stats, 2, -jnp.inf)], block)
-        return Partial(out.astype(jnp.float32), jnp.swapaxes(lse, 1, 2))
+        out, lse = _run(run_piece, [_Result(wide, 1, 0.0), _Result(stats, 2, -jnp.inf)], block)
+        return Partial(out[..., :dim].astype(jnp.float32), jnp.swapaxes(lse, 1, 2))
 
     return run
 
@@ -95,23 +98,31 @@ def attend_grad(
     dout: Float[Array, "batch queries heads dim"],
 ) -> Callable[..., tuple[Array, Array, Array, None]]:
     """Backward pass; see `kernel.py` for the contract."""
-    queries, outs, douts = (_Rows(x.astype(q.dtype)) for x in (q, out, dout))
+    dim, wide = q.shape[-1], _widen(q)
+    queries, outs, douts = (_Rows(_widen(x.astype(q.dtype))) for x in (q, out, dout))
     stats = _Rows(jnp.swapaxes(jnp.where(jnp.isneginf(lse), _LARGE, lse), 1, 2), axis=2, fill=_LARGE)
 
     def run(k: Array, v: Array, block: Block) -> tuple[Array, Array, Array, None]:
         if _in_halves(block):
             return _backward_halves(q, k, v, block, out, lse, dout)
 
+        k, v = _widen(k), _widen(v)
+
         def run_piece(piece: Piece) -> list[Array]:
             arrays = queries.take(piece), _keys(k, piece), _keys(v, piece)
             rows = outs.take(piece), stats.take(piece), douts.take(piece)
             return cudnn.backward(*arrays, *rows, scale=block.scale, causal=piece.causal, window=piece.window)
 
-        results = [_Result(q, 1, 0.0), _Result(k, 1, 0.0, of_keys=True), _Result(v, 1, 0.0, of_keys=True)]
-        dq, dk, dv = (x.astype(jnp.float32) for x in _run(run_piece, results, block))
+        results = [_Result(wide, 1, 0.0), _Result(k, 1, 0.0, of_keys=True), _Result(v, 1, 0.0, of_keys=True)]
+        dq, dk, dv = (x[..., :dim].astype(jnp.float32) for x in _run(run_piece, results, block))
         return dq, dk, dv, None
 
     return run
+
+
+def _widen(x: Array) -> Array:
+    """Heads as wide as cuDNN wants them, a multiple of 8: zeros change no score and give a zero."""
+    return _pad(x, 0, -x.shape[-1] % 8, x.ndim - 1, 0.0)
 
 
 class Piece(NamedTuple):
@@ -224,6 +235,15 @@ class _Result(NamedTuple):
         x = _pad(x, first, self.like.shape[self.axis] - last, self.axis, self.fill)
         return jnp.flip(x, self.axis) if piece.backwards else x
 
+    def place_one(self, x: Array, cases: list[Any], which: Any) -> Array:
+        """What one of several pieces of a size made, where it belongs in the block."""
+        firsts = [0 if self.of_keys else piece.rows[0] for piece in cases]
+        most = max(firsts)
+        if most == min(firsts):
+            return self.place(x, cases[0])
+        x = _pad(x, most, 0, self.axis, self.fill)
+        return lax.dynamic_slice_in_dim(x, most - jnp.array(firsts)[which], self.like.shape[self.axis], self.axis)
+
     def blank(self, varying: Array) -> Array:
         return jnp.full_like(varying, self.fill, shape=self.like.shape, dtype=self.like.dtype)
 
@@ -241,7 +261,7 @@ def _run(run: Callable[[Any], Any], results: list[_Result], block: Block) -> lis
     sizes = {case and (case.rows[1] - case.rows[0], case.keys, case.backwards) for case in cases}
     if len(sizes) == 1:
         arrays = lax.switch(which, [functools.partial(run, piece) for piece in cases])
-        return [_select(which, versions) for versions in zip(*(place(arrays, piece) for piece in cases), strict=True)]
+        return [r.place_one(x, cases, which) for r, x in zip(results, arrays, strict=True)]
 
     def branch(piece: Piece | None) -> Callable[[], list[Array]]:
         if piece is None:
@@ -249,13 +269,6 @@ def _run(run: Callable[[Any], Any], results: list[_Result], block: Block) -> lis
         return lambda: place(run(piece), piece)
 
     return lax.switch(which, [branch(piece) for piece in cases])
-
-
-def _select(which: Any, versions: tuple[Array, ...]) -> Array:
-    chosen = versions[0]
-    for i, version in enumerate(versions[1:], 1):
-        chosen = version if version is chosen else jnp.where(which == i, version, chosen)
-    return chosen
 
 
 def _pattern(block: Block) -> Pattern:

@@ -10,9 +10,9 @@ for the transfer, so the compiler can run both at once. Partial results are join
                attend(q, kv)                           attend_grad(q, kv)
                merge into the result                   add to the sum that arrived
 
-Forward, the device's own block comes first: it needs no hop, and hides the first one. Backward it comes last: while it
-is computed the travelled sums of its dk and dv come home. So they make N - 1 hops too. They are float32; k and v travel
-in their own dtype, key heads only. Only the first hop of the backward pass has no block to hide behind.
+Forward, the device's own block comes first: it needs no hop, and hides the first one. Backward half of its heads come
+first, for the same reason, and the others last: meanwhile the travelled sums of its dk and dv come home. So these make
+N - 1 hops too. They are float32; k and v travel in their own dtype, key heads only.
 """
 
 import dataclasses
@@ -149,10 +149,12 @@ def _forward(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: A
     def step(carry: Any, offset: Any, places: int) -> Any:
         kv, result = carry
         sent = ring.send(kv, places)
-        return (sent, merge(result, attend(*kv, block(offset)))), None
+        part = attend(*kv, block(offset))
+        return (_after(sent, part.lse), merge(result, part)), None
 
     kv = ring.send((k, v), offsets[1]) if len(offsets) > 1 else (k, v)
     result = attend(k, v, block(0))
+    kv = _after(kv, result.lse)
     for run in _runs(offsets[1:]):
         (kv, result), _ = lax.scan(functools.partial(step, places=run.places), (kv, result), run.offsets)
     if len(offsets) > 1:
@@ -179,31 +181,44 @@ def _backward(ring: Ring, residuals: Any, dout: Array) -> Any:
     offsets = ring.offsets(mask)
     attend_grad = ring.kernel.attend_grad(q, out, lse, dout)
 
-    def grads(kv: Any, offset: Any) -> Any:
-        dq, dk, dv, dbias = attend_grad(*kv, block(offset))
-        return (dq, dbias), (dk, dv)
-
     def step(kv: Any, stay: Any, travel: Any, offset: Any, places: int | None, came: int | None) -> Any:
         sent = None if places is None else ring.send(kv, places)
         arrived = None if came is None else ring.send(travel, came)
-        more_stay, more_travel = grads(kv, offset)
-        return sent, _add(stay, more_stay), _add(arrived, more_travel)
+        dq, dk, dv, dbias = attend_grad(*kv, block(offset))
+        return _after(sent, dq), _add(stay, (dq, dbias)), _add(arrived, (dk, dv))
 
     def loop(carry: Any, offset: Any, run: _Run) -> Any:
         kv, stay, travel = carry
         return step(kv, stay, travel, offset, run.places, run.came), None
 
-    stay = travel = back = None
+    def own(heads: slice) -> Any:
+        """The gradients of the device's own block, for some key heads and the query heads that share them."""
+        shared = q.shape[2] // k.shape[2]
+        rows = slice(heads.start * shared, heads.stop * shared)
+        part = ring.kernel.attend_grad(*(x[:, :, rows] for x in (q, out, lse, dout)))
+        of_heads = dataclasses.replace(block(0), bias=jax.tree.map(lambda x: x[rows], bias))
+        return part(k[:, :, heads], v[:, :, heads], of_heads)
+
+    stay = arrived = None
+    early, half = [], 0
     if len(offsets) > 1:
-        hops = [*(b - a for a, b in itertools.pairwise(offsets)), None]
-        kv = ring.send((k, v), offsets[1])
-        kv, stay, travel = step(kv, None, None, offsets[1], hops[1], None)
-        for run in _runs(offsets[2:], came=hops[1]):
+        hops = [b - a for a, b in itertools.pairwise(offsets)]
+        half = k.shape[2] // 2
+        kv = ring.send((k, v), hops[0])
+        if half:
+            early = [own(slice(0, half))]
+            kv = _after(kv, early[0][0])
+        kv, stay, travel = step(kv, None, None, offsets[1], hops[1] if hops[1:] else None, None)
+        # A loop of one step is no loop to a compiler, and it may wait for transfers again: then the last step joins it.
+        joined = len(hops) == 3
+        inner = (*offsets[2:], offsets[-1] + hops[-1]) if joined else offsets[2:]
+        for run in _runs(inner, came=hops[1] if hops[1:] else None):
             (kv, stay, travel), _ = lax.scan(functools.partial(loop, run=run), (kv, stay, travel), run.offsets)
-        if len(offsets) > 2:
-            _, stay, travel = step(kv, stay, travel, offsets[-1], None, hops[-2])
-        back = ring.devices - offsets[-1]
-    _, (dq, dbias), (dk, dv) = step((k, v), stay, travel, 0, None, back)
+        if hops[1:] and not joined:
+            _, stay, travel = step(kv, stay, travel, offsets[-1], None, hops[-1])
+        arrived = ring.send(travel, ring.devices - offsets[-1])
+    dq, dk, dv, dbias = _join_heads(*early, own(slice(half, k.shape[2])))
+    (dq, dbias), (dk, dv) = _add(stay, (dq, dbias)), _add(arrived, (dk, dv))
     dsinks = None
     if sinks is not None:
         delta = jnp.sum(out * dout, axis=-1)
@@ -229,3 +244,25 @@ def _runs(offsets: tuple[int, ...], came: int | None = None) -> list[_Run]:
 
 def _add(a: Any, b: Any) -> Any:
     return b if a is None else jax.tree.map(jnp.add, a, b)
+
+
+def _join_heads(*parts: Any) -> Any:
+    """dq, dk, dv and dbias of all heads from those of some."""
+    dq, dk, dv = (jnp.concatenate(halves, axis=2) for halves in list(zip(*parts, strict=True))[:3])
+    return dq, dk, dv, jax.tree.map(lambda *halves: jnp.concatenate(halves), *(part[3] for part in parts))
+
+
+def _after(kv: Any, result: Array) -> Any:
+    """kv as it is, but not before `result` is there.
+
+    Nothing else keeps a compiler from sending keys all the way round before it begins to compute, which leaves most
+    transfers nothing to hide behind; it drops `lax.optimization_barrier` before it puts a program in order. So one
+    number of kv, which one depends on the result, is written over with itself: in place, in no time.
+    """
+    which = (result[(0,) * result.ndim] > 0).astype(jnp.int32)
+
+    def one(x: Array) -> Array:
+        index = [which if dim == 1 else jnp.zeros_like(which) for dim in range(x.ndim)]
+        return lax.dynamic_update_slice(x, lax.dynamic_slice(x, index, [1] * x.ndim), index)
+
+    return jax.tree.map(one, kv)

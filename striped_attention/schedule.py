@@ -11,7 +11,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 # XLA starts one transfer at a time unless it is told otherwise, but a step of a ring has up to four: k, v, dk and dv.
-GPU_OPTIONS: dict[str, str | bool] = {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"}
+# Small ones it would put together, also those of two steps, and then cannot hide them.
+GPU_OPTIONS: dict[str, str | bool] = {
+    "xla_gpu_experimental_parallel_collective_overlap_limit": "4",
+    "xla_gpu_collective_permute_combine_threshold_bytes": "0",
+}
 
 ATTENTION = re.compile(r'custom_call_target="(__cudnn\$fmha|tpu_custom_call|mosaic_gpu)')
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")

@@ -1,11 +1,14 @@
 """Every test runs on 8 virtual CPU devices, with strict dtypes and with shapes and types checked at run time.
 
-With JAX_PLATFORMS=cuda the tests of tests/test_gpu.py run on a GPU instead.
+With JAX_PLATFORMS=cuda the tests of tests/test_gpu.py run on a GPU instead, and `--results` keeps what they saw.
 """
 
+import json
 import os
+import pathlib
 
 import jax
+import pytest
 from jaxtyping import install_import_hook
 
 if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
@@ -14,3 +17,32 @@ if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 install_import_hook("striped_attention", "beartype.beartype")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--results", type=pathlib.Path, help="write every test's outcome and what it printed, as JSON")
+
+
+def pytest_configure(config):
+    if config.getoption("--results") is not None:
+        config.pluginmanager.register(Results(config.getoption("--results")))
+
+
+class Results:
+    """Writes down what a run of the tests saw."""
+
+    def __init__(self, path):
+        from striped_attention.bench.record import metadata
+
+        self.path, self.document = path, metadata("tests", {"devices": [d.device_kind for d in jax.local_devices()]})
+        self.document["tests"] = []
+
+    @pytest.hookimpl
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            row = {"test": report.nodeid, "outcome": report.outcome, "seconds": round(report.duration, 2)}
+            self.document["tests"].append({**row, "printed": report.capstdout.splitlines()})
+
+    @pytest.hookimpl
+    def pytest_sessionfinish(self):
+        self.path.write_text(json.dumps(self.document, indent=1, ensure_ascii=False) + "\n")

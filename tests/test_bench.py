@@ -1,10 +1,21 @@
-"""`striped bench`: what is refused, and what a summary makes of times."""
+"""`striped bench`: what is refused, what a summary makes of times, and the stand-ins for what a ring would send."""
 
+import dataclasses
+import json
+import math
+import re
+import types
+
+import jax
+import numpy as np
 import pytest
 
+from striped_attention import cudnn, model
+from striped_attention.attention import KERNELS
+from striped_attention.bench import gpu, mock, run, step
 from striped_attention.bench.config import BenchConfig
-from striped_attention.bench.gpu import summary
 from striped_attention.cli import main
+from striped_attention.ring import Ring
 from striped_attention.training.errors import UsageError
 
 
@@ -24,7 +35,33 @@ def test_bad_options_get_one_clear_line(options, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("suite", ["gpu", "overlap"])
+@pytest.mark.parametrize(
+    ("suite", "options", "message"),
+    [
+        ("step", dict(chunk=0), "--chunk must be at least 1; got 0"),
+        ("step", dict(presets=()), "--presets needs at least one value"),
+        ("step", dict(lengths=(65_537,)), "--lengths multiples of twice that"),
+        ("step", dict(lengths=(0,)), "--lengths multiples of twice that"),
+        ("step", dict(heads=("16:16",)), "--heads is an option of gpu and overlap, not of step"),
+        ("gpu", dict(presets=("1b",)), "--presets is an option of step, not of gpu"),
+        ("overlap", dict(chunk=8), "--chunk is an option of step, not of overlap"),
+    ],
+)
+def test_options_that_a_suite_cannot_use_get_one_clear_line(suite, options, message):
+    with pytest.raises(UsageError, match=message) as caught:
+        BenchConfig(suite, **options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_suite_measures_what_was_asked_and_else_its_own():
+    assert BenchConfig("gpu").options["members"] == (2, 4, 8, 16)
+    assert BenchConfig("step").options == dict(presets=("1b",), members=(8,), lengths=(65_536, 262_144), chunk=8192)
+    asked = BenchConfig("step", members=(4, 16), presets=("7b", "llama3-8b"), lengths=(32_768,))
+    assert asked.options == dict(presets=("7b", "llama3-8b"), members=(4, 16), lengths=(32_768,), chunk=8192)
+    assert BenchConfig("step", quick=True).options["presets"] == ("debug",)
+
+
+@pytest.mark.parametrize("suite", ["gpu", "overlap", "step"])
 def test_without_a_gpu_the_suites_say_so(suite, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     assert main(["bench", suite, "--output", str(tmp_path / "result.json")]) == 2
@@ -39,15 +76,270 @@ def test_a_summary_takes_the_busiest_member():
         return {**ring, **times, "hop_bytes": 450, "hidden": 3, "transfers": 4}
 
     rows = [row("contiguous()", 3, 0.02), row("striped(1)", 0, 0.0125), row("striped(1)", 3, 0.0120)]
-    ideal = [
-        {"length": n, "heads": "16:16", "forward_rate": 1e15, "both_rate": rate}
-        for n, rate in ((512, 4e14), (2048, 9e14))
-    ]
-    contiguous, striped = summary({"members": rows, "ideal": ideal})
+    ring = {"length": 1024, "heads": "16:16", "ideal_length": 1024, "forward_rate": 1e15}
+    ideal = [{**ring, "members": n, "both_rate": rate} for n, rate in ((2, 9e14), (4, 4e14))]
+    contiguous, striped = gpu.summary({"members": rows, "ideal": ideal})
     assert contiguous["over_contiguous"]["both"] == 1
     assert striped["both"] == 0.0125
     assert striped["over_contiguous"]["both"] == pytest.approx(1.6)
     assert striped["tflops"]["both"] == pytest.approx(280)
-    assert striped["of_ideal"]["both"] == pytest.approx(0.7), "of the longest text that is not longer"
+    assert striped["of_ideal"]["both"] == pytest.approx(0.7), "of what one GPU did beside this ring"
     assert striped["bound"] == 1.75
     assert set(striped["hop_seconds"].values()) == {450 / 450e9, 450 / 50e9}
+
+
+CASE = step.Case("debug", 256, 4, 64, "xla", jax.devices()[:4])
+ROW = {"preset": "1b", "length": 1024, "members": 4, "attention": True, "fits": True}
+REAL = {"needed_bytes": 100, "transfers": 9, "hidden": 7}
+
+
+@pytest.fixture(scope="module")
+def compiled_in_a_hurry():
+    """What a program computes and sends is looked at here, not how fast it is."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def only_here(x, here):
+    """The array with nothing but NaN on all devices but one, if it is split: that is what a mocked wire brings."""
+    if x.sharding.is_fully_replicated:
+        return x
+    shards = [s.data if s.device == here else s.data * math.nan for s in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
+
+
+@pytest.mark.usefixtures("compiled_in_a_hurry")
+def test_with_stand_ins_a_member_computes_from_nothing_but_its_own():
+    program = CASE.program("striped", rank=3)
+    weights, inputs = program.fresh_state().weights, step._inputs(program)
+    with mock.all_at_home():
+        run = jax.jit(program.loss_and_gradients).lower(weights, inputs).compile()
+    text = run.as_text()
+    sent = re.findall(r" = (.*?) (all-\w+|reduce-scatter|collective-\w+)[\w-]*\(", text)
+    assert {operation for _, operation in sent} == {"all-reduce"}
+    sizes = [math.prod(map(int, dims.split(","))) for shape, _ in sent for dims in re.findall(r"\[([\d,]+)\]", shape)]
+    assert max(sizes) == 128, "vectors and scalars: only the optimiser sees them"
+    loss, _, gradients = run(weights, inputs)
+    assert loss == pytest.approx(math.log(320), rel=0.1)
+    here = program.mesh.devices[0, 3]
+    assert here == CASE.devices[0]
+    poisoned = jax.tree.map(lambda x: only_here(x, here), weights)
+    loss, _, again = run(poisoned, inputs)
+    assert math.isnan(loss), "the others have nothing to go by"
+    for (path, g), same in zip(jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(again), strict=True):
+        if not path[-1].key.endswith("norm"):
+            own, alone = (next(np.asarray(s.data) for s in x.addressable_shards if s.device == here) for x in (g, same))
+            assert np.isfinite(own).all(), path
+            assert np.abs(own).max() > 0, path
+            np.testing.assert_array_equal(own, alone)
+
+
+@pytest.mark.usefixtures("compiled_in_a_hurry")
+def test_the_step_without_attention_keeps_all_products_of_weights(monkeypatch):
+    """As many key heads as query heads, and one chunk: if the compiler can save a product it does so here."""
+    monkeypatch.setitem(model.PRESETS, "debug", dataclasses.replace(model.PRESETS["debug"], kv_heads=4))
+    case = CASE._replace(members=2, chunk=128, devices=CASE.devices[:2])
+    program = case.program("contiguous", rank=1, attend=step.without_attention)
+    weights, inputs = program.fresh_state().weights, step._inputs(program)
+    with mock.all_at_home():
+        whole = jax.jit(case.program("contiguous", rank=1).loss_and_gradients).lower(weights, inputs)
+        lowered = jax.jit(program.loss_and_gradients).lower(weights, inputs)
+    assert lowered.cost_analysis()["flops"] < whole.cost_analysis()["flops"]
+    run = lowered.compile()
+    text = run.as_text()
+    assert "collective-permute" not in text
+    layer, again, loss = 3 * 7, 3 + 3, 4  # forward and two backward; q, k, v and output, gate, up; one of them again
+    assert text.count(" dot(") >= layer + again + loss
+    _, _, gradients = run(weights, inputs)
+    assert all(np.abs(gradients["layers"][name]).max() > 0 for name in ("query", "key", "value", "output"))
+
+
+def cheap_attention(q, k, v, *, axis_name, layout, length, **_):
+    """Sends keys and values on, and that is all: the ring's own kernels take long to compile."""
+    ring = Ring(axis_name, CASE.members, layout, length, length, KERNELS["xla"], 1.0)
+    return step.without_attention(q, *ring.send((k, v), 1), None)
+
+
+@pytest.mark.usefixtures("compiled_in_a_hurry")
+def test_a_row_has_the_times_of_one_program_and_the_memory_and_transfers_of_another(monkeypatch):
+    monkeypatch.setattr(model, "attention_shard", cheap_attention)
+    row = next(step.measure(CASE, limit=10**9))
+    ring = {"preset": "debug", "length": 256, "members": 4, "layout": "contiguous()", "rank": 3}
+    assert {name: row[name] for name in ring} == ring
+    assert row["fits"]
+    assert row["attention"]
+    assert len(row["samples"]) == 3
+    assert sorted(row["samples"])[1] == row["seconds"] > 0
+    assert row["tokens_per_second_per_gpu"] == pytest.approx(64 / row["seconds"])
+    assert row["mfu"] is None, "nobody knows what a CPU could do"
+    assert row["transfers"] == 6, "k and v: forward, again for the backward pass, and their gradients"
+    hop = 2 * 64 * 2 * 32 * 2  # k and v of 64 tokens, 2 heads of 32, in bf16
+    assert row["wire_bytes"]["keys and values, forward"] == 2 * 3 * hop, "2 layers, 3 hops"
+    state = 3 * 4 * sum(math.prod(shape) for shape in jax.tree.leaves(model.PRESETS["debug"].shapes, is_leaf=is_shape))
+    assert state / 4 < row["needed_bytes"] < 20 * state
+
+
+def is_shape(x):
+    return isinstance(x, tuple)
+
+
+def stub(monkeypatch, timed):
+    monkeypatch.setattr(step, "_real", lambda program: REAL)
+    monkeypatch.setattr(step, "_fresh", lambda program: lambda: None)
+    monkeypatch.setattr(step, "timed", timed)
+
+
+def test_every_layout_and_the_step_without_attention_are_measured(monkeypatch):
+    stub(monkeypatch, lambda program, fresh: {"seconds": 1.0 if program.attend is None else 0.25, "samples": []})
+    rows = list(step.measure(CASE, limit=100))
+    measured = [(row["layout"], row["rank"], row["attention"]) for row in rows]
+    striped = repr(CASE.program("striped", 0).compute.layout)
+    assert set(measured) == {("contiguous()", 3, True), (striped, 3, True), (striped, 0, True), (striped, 3, False)}
+    assert len(measured) == 4
+    assert [row["seconds"] for row in rows] == [1.0 if row["attention"] else 0.25 for row in rows]
+    assert [row.get("needed_bytes") for row in rows] == [100 if row["attention"] else None for row in rows]
+
+
+def test_a_step_that_does_not_fit_says_so_and_what_it_needs(monkeypatch):
+    def full(program, fresh):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 5 bytes.")
+
+    stub(monkeypatch, full)
+    for limit in (99, 100):
+        rows = list(step.measure(CASE, limit=limit))
+        assert len(rows) == 4
+        assert all(row["fits"] is False and row["needed_bytes"] == 100 for row in rows)
+        assert "does not fit, it needs 0.0 GB" in step._line(rows[0])
+        lines = step.summary(rows)
+        assert [line["fits"] for line in lines] == [False, False]
+        step.table(lines)
+
+
+def test_any_other_failure_is_one(monkeypatch):
+    def broken(program, fresh):
+        raise jax.errors.JaxRuntimeError("INTERNAL: cuDNN is not well.")
+
+    stub(monkeypatch, broken)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="not well"):
+        list(step.measure(CASE))
+
+
+@pytest.mark.parametrize(
+    ("taken", "seconds", "samples"),
+    [([9.0, 1.5, 1.7, 1.6], 1.6, [1.5, 1.7, 1.6]), ([50.0, 40.0], 40.0, [40.0])],
+)
+def test_long_steps_are_sampled_once_after_one_to_warm_up(taken, seconds, samples):
+    clock = iter(taken)
+    found = step.sample(lambda: next(clock))
+    assert found == {"seconds": seconds, "samples": samples, "warm_up_seconds": taken[0]}
+    assert next(clock, None) is None
+
+
+def test_mfu_counts_the_useful_work_of_one_member():
+    device = types.SimpleNamespace(device_kind="NVIDIA H200")
+    case = step.Case("1b", 65_536, 8, 8192, "cudnn", [device] * 8)
+    layer = 4 * 2048**2 + 3 * 2048 * 5504 + 2 * 2048
+    matrices = 6 * (22 * layer + 2048 + 2048 * 32_000) * 65_536
+    attention = 12 * 22 * 2048 * 65_536 * 65_537 // 2
+    assert case.rates(2.0, attention=False)["mfu"] == pytest.approx(matrices / 8 / 2.0 / 989e12)
+    rates = case.rates(2.0, attention=True)
+    assert rates["mfu"] == pytest.approx((matrices + attention) / 8 / 2.0 / 989e12)
+    assert rates["tokens_per_second_per_gpu"] == 4096
+
+
+def test_a_summary_of_steps_says_what_attention_takes_and_what_striping_is_worth():
+    def row(layout, rank, seconds, **more):
+        rates = {"tokens_per_second_per_gpu": 256 / seconds, "mfu": 0.1 / seconds}
+        return {**ROW, "layout": layout, "rank": rank, "seconds": seconds, "samples": [seconds], **rates, **more}
+
+    rows = [row("contiguous()", 3, 1.5, **REAL), row("striped(1)", 3, 0.9, **REAL)]
+    first = step.summary(rows[:1])[0]
+    assert (first["over_contiguous"], first["attention_share"], first["step_bound"]) == (1, None, None)
+    rows += [row("striped(1)", 3, 0.5, attention=False), row("striped(1)", 0, 1.0, **REAL)]
+    contiguous, striped = step.summary(rows)
+    assert contiguous["over_contiguous"] == 1
+    assert (striped["rank"], striped["seconds"], striped["tokens_per_second_per_gpu"]) == (0, 1.0, 256)
+    assert striped["over_contiguous"] == 1.5
+    assert striped["attention_share"] == 0.5
+    assert contiguous["attention_share"] == pytest.approx(2 / 3)
+    assert striped["outside_attention_seconds"] == 0.5
+    assert striped["bound"] == 1.75
+    assert striped["step_bound"] == pytest.approx(1.5 / (0.5 + 1 / 1.75))
+    assert (striped["transfers"], striped["hidden"], striped["needed_bytes"]) == (9, 7, 100)
+    assert step.table([contiguous, striped]).row_count == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(loss=5.2), "loss of a step with cudnn differs from that with xla by 4.0e-02"),
+        (dict(gradient_norm=math.nan), "gradient_norm of a step with cudnn differs from that with xla by nan"),
+        (dict(gradients={"query": np.array([3.0, 4.8])}), "query of a step with cudnn differs from that with xla"),
+    ],
+)
+def test_answers_that_differ_stop_the_suite(change, message):
+    truth = {"loss": 5.0, "gradient_norm": 1.0, "gradients": {"query": np.array([3.0, 4.0])}}
+    close = {**truth, "loss": 5.05, "gradients": {"query": np.array([3.0, 4.1])}}
+    assert step.compare(close, truth)["worst"] == pytest.approx(0.02)
+    with pytest.raises(RuntimeError, match=message):
+        step.compare({**close, **change}, truth)
+
+
+def test_a_worker_hands_over_results_one_by_one_and_its_errors(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    lines = ["import sys", "print('a library speaks')", "print('result: [1]')", "print('result: {}', flush=True)"]
+    (tmp_path / "suite.py").write_text("\n".join([*lines, "sys.exit('it broke')"]))
+    results = run.stream("suite", "measure", members=8)
+    assert [next(results), next(results)] == [[1], {}]
+    with pytest.raises(RuntimeError, match=r"(?s)The task measure {'members': 8} failed:.*it broke"):
+        next(results)
+    (tmp_path / "suite.py").write_text(
+        "import sys; print('warning', 'no such thing', sep='\\n', file=sys.stderr); sys.exit(2)"
+    )
+    with pytest.raises(UsageError, match=r"^no such thing$"):
+        list(run.stream("suite", "measure"))
+
+
+def test_a_worker_prints_what_a_task_finds(capsys, monkeypatch):
+    monkeypatch.setattr(cudnn, "unavailable", lambda platform: None)
+    monkeypatch.setattr("sys.argv", ["suite", json.dumps({"task": "count", "members": 2})])
+    run.main({"count": lambda members: range(members)}, mocked=())
+    assert capsys.readouterr().out == "result: 0\nresult: 1\n"
+
+
+def test_the_suite_step_writes_every_row_and_a_summary(capsys, monkeypatch, tmp_path):
+    path = tmp_path / "new" / "step.json"
+    rates = {"seconds": 1.5, "samples": [1.5], "tokens_per_second_per_gpu": 8192 / 1.5, "mfu": 0.5}
+    row = {**ROW, "length": 65_536, "members": 8, "layout": "contiguous()", "rank": 7, **rates, **REAL}
+
+    def stream(module, task, **options):
+        assert module == "striped_attention.bench.step"
+        if task == "check":
+            assert options == {"presets": ("1b",), "members": (8,), "lengths": (65_536,)}
+            yield {"worst": 0.01, "gpu": {"name": "NVIDIA H200"}}
+            return
+        assert options == {"preset": "1b", "length": 65_536, "members": 8, "chunk": 4096}
+        yield row
+        assert json.loads(path.read_text())["steps"] == [row], "what there is is safe while the next one is measured"
+        yield {**row, "layout": "striped(1)", "seconds": 1.0}
+
+    monkeypatch.setattr(step, "stream", stream)
+    assert main(["bench", "step", "--lengths", "65536", "--chunk", "4096", "--output", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert result["benchmark"] == "step"
+    assert result["gpu"]["name"] == "NVIDIA H200"
+    configuration = {"presets": ["1b"], "members": [8], "lengths": [65_536], "feed_forward_chunk": 4096, "batch": 1}
+    assert configuration.items() <= result["configuration"].items()
+    assert [line["over_contiguous"] for line in result["summary"]] == [1.0, 1.5]
+    shown = capsys.readouterr().out
+    assert "contiguous(), rank 7: 1.500 s, 5,461 tokens/s a GPU" in shown
+    assert shown.endswith(f"{path}\n")
+
+
+def test_a_model_that_the_kernel_cannot_do_is_refused_before_anything_is_measured(monkeypatch):
+    wide = dataclasses.replace(model.PRESETS["1b"], heads=8, kv_heads=8)  # of 256 each
+    monkeypatch.setitem(model.PRESETS, "1b", wide)
+    with pytest.raises(UsageError, match="--presets 1b: Kernel 'cudnn' cannot do this: It needs a head dim") as caught:
+        next(step._check(["1b"], [8], [65_536]))
+    assert "\n" not in str(caught.value)

@@ -1,120 +1,108 @@
-"""The suite `gpu`: what every member of a ring of GPUs would take, measured on one.
-
-JAX can pretend that there are N GPUs where there is one (`jax_mock_gpu_topology`): it compiles the real program for N,
-and runs the part of one member. Only the wire is missing: a transfer takes no time and brings whatever lay in memory,
-mostly zeros and NaN, on which a GPU runs faster than on real numbers. So the program that is timed is another one, in
-which members keep their keys and values, with the heads in another order: a copy on the GPU stands for the transfer.
+"""The suite `gpu`: what every member of a ring of GPUs would take, measured on one (see `mock.py` how).
 
 A member takes as long as its arithmetic, and so does a ring if transfers are hidden: `hidden` says how many are, in the
 schedule of the real program, and `hop_seconds` what one takes on a real wire.
 """
 
-import contextlib
 import dataclasses
 import itertools
-import json
-import os
-import pathlib
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
-import rich.console
+import jax
+import jax.numpy as jnp
+import numpy as np
 import rich.table
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import striped_attention as sa
+from striped_attention import cudnn
+from striped_attention.attention import KERNELS
+from striped_attention.bench import mock
 from striped_attention.bench.config import BenchConfig
-from striped_attention.bench.record import metadata
-from striped_attention.training.errors import UsageError
+from striped_attention.bench.run import document, main, path, say, stream, write
+from striped_attention.replay import replay
+from striped_attention.schedule import GPU_OPTIONS, transfers
 
 DIM = 128
 WIRES = {"NVLink 4 (450 GB/s each way)": 450e9, "InfiniBand NDR (50 GB/s a GPU)": 50e9}
+LONGEST = 262_144  # tokens that one GPU is given; it does not get faster with more
 BATCHES = 3
 SECONDS = 0.3  # of work in a batch, at least
+LONG = 5.0  # seconds of all batches together, of which one will do
+GUESS = 5e14  # FLOP/s, to know beforehand how long something takes
+
+
+def worker(task: str, **options: Any) -> list[Any]:
+    """The results of a task, in a process of its own."""
+    return list(stream("striped_attention.bench.gpu", task, **options))
 
 
 def run(config: BenchConfig) -> None:
     """Check, measure, print a table and write the JSON."""
-    config = _smaller(config)
-    document = _document(config)
-    document["checks"] = worker("check", members=list(config.members))
-    _say("answers checked: " + ", ".join(f"{c['members']} members {c['worst']:.1e}" for c in document["checks"]))
-    document["gpu"] = document["checks"][0]["gpu"]
-    single = [length for length in config.lengths if length <= 262_144] or [min(config.lengths)]
-    document["ideal"] = worker("ideal", lengths=single, heads=list(config.heads))
-    document["members"] = []
-    for members, heads, length in itertools.product(config.members, config.heads, config.lengths):
-        for row in worker("ring", members=members, length=length, heads=heads):
-            document["members"].append(row)
+    rings = config.options
+    result = document(config, _configuration(rings))
+    result["checks"] = worker("check", members=rings["members"])
+    say("answers checked: " + ", ".join(f"{c['members']} members {c['worst']:.1e}" for c in result["checks"]))
+    result["gpu"] = result["checks"][0]["gpu"]
+    result["ideal"], result["members"] = [], []
+    for members, heads, length in _product(rings):
+        ideal, *rows = worker("ring", members=members, length=length, heads=heads)
+        result["ideal"].append(ideal)
+        result["members"] += rows
+        for row in rows:
             who = f"{members} members, {length:,} tokens, {heads}, {row['layout']}, rank {row['rank']}"
-            _say(f"{who}: {row['forward'] * 1e3:.2f} ms, {row['both'] * 1e3:.2f} ms")
-        document["summary"] = summary(document)
-        _write(document, config)
-    _say(table(document["summary"]))
+            say(f"{who}: {row['forward'] * 1e3:.2f} ms, {row['both'] * 1e3:.2f} ms")
+        result["summary"] = summary(result)
+        write(result, config)
+    say(table(result["summary"]))
+    say(str(path(config)))
 
 
-def _smaller(config: BenchConfig) -> BenchConfig:
-    if not config.quick:
-        return config
-    return dataclasses.replace(config, members=(8,), lengths=(65_536,), heads=("16:16",))
+def _configuration(rings: dict[str, Any]) -> dict[str, Any]:
+    return {**rings, "dim": DIM, "dtype": "bfloat16"}
 
 
-def _document(config: BenchConfig) -> dict[str, Any]:
-    """What a result says before there is one. Also makes sure that it can be written."""
-    _path(config).parent.mkdir(parents=True, exist_ok=True)
-    options = {"members": config.members, "lengths": config.lengths, "heads": config.heads}
-    return metadata(config.suite, {**options, "dim": DIM, "dtype": "bfloat16"})
-
-
-def _path(config: BenchConfig) -> pathlib.Path:
-    return config.output or pathlib.Path(f"{config.suite}.json")
-
-
-def _write(document: dict[str, Any], config: BenchConfig) -> None:
-    _path(config).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-    _say(str(_path(config)))
-
-
-def _say(what: Any) -> None:
-    rich.console.Console(highlight=False, soft_wrap=True).print(what)
+def _product(rings: dict[str, Any]) -> Any:
+    return itertools.product(rings["members"], rings["heads"], rings["lengths"])
 
 
 def overlap(config: BenchConfig) -> None:
     """Say which transfers of the programs for rings of GPUs are hidden behind attention. Runs nothing."""
-    config = _smaller(config)
-    document = _document(config)
-    document["schedules"] = []
-    for members, heads, length in itertools.product(config.members, config.heads, config.lengths):
+    result = document(config, _configuration(config.options))
+    result["schedules"] = []
+    for members, heads, length in _product(config.options):
         rows = worker("schedule", members=members, length=length, heads=heads)
-        document["schedules"] += [{"members": members, "length": length, "heads": heads, **row} for row in rows]
+        result["schedules"] += [{"members": members, "length": length, "heads": heads, **row} for row in rows]
         for row in rows:
             exposed = [f"{t['dtype']}, {t['bytes'] / 1e6:.0f} MB" for t in row["transfers"] if not t["hidden"]]
             hidden = f"{len(row['transfers']) - len(exposed)} of {len(row['transfers'])} transfers are hidden"
             ring = f"{members} members, {length:,} tokens, {heads}, {row['layout']}"
-            _say(f"{ring}: {hidden}" + (f"; not: {'; '.join(exposed)}" if exposed else ""))
-    _write(document, config)
+            say(f"{ring}: {hidden}" + (f"; not: {'; '.join(exposed)}" if exposed else ""))
+    write(result, config)
+    say(str(path(config)))
 
 
-def summary(document: dict[str, Any]) -> list[dict[str, Any]]:
+def summary(result: dict[str, Any]) -> list[dict[str, Any]]:
     """The busiest member of every ring, against one GPU and against the contiguous layout."""
     rows = []
     rings: dict[Any, dict[str, list[Any]]] = {}
-    for row in document["members"]:
+    for row in result["members"]:
         rings.setdefault((row["members"], row["length"], row["heads"]), {}).setdefault(row["layout"], []).append(row)
     for (members, length, heads), layouts in rings.items():
-        ideal = _ideal(document["ideal"], length, heads)
+        ring = {"members": members, "length": length, "heads": heads}
+        ideal = next(row for row in result["ideal"] if ring.items() <= row.items())
         busiest = {name: {k: max(r[k] for r in ranks) for k in ("forward", "both")} for name, ranks in layouts.items()}
         for name, times in busiest.items():
             first = layouts[name][0]
             rates = {k: first[f"{k}_flops"] / seconds for k, seconds in times.items()}
             rows.append(
                 {
-                    **{"members": members, "length": length, "heads": heads, "layout": name, **times},
+                    **{**ring, "layout": name, **times},
                     "tflops": {k: rate / 1e12 for k, rate in rates.items()},
                     "of_ideal": {k: rate / ideal[f"{k}_rate"] for k, rate in rates.items()},
-                    "ideal_length": ideal["length"],
+                    "ideal_length": ideal["ideal_length"],
                     "over_contiguous": {k: busiest["contiguous()"][k] / s for k, s in times.items()},
                     "bound": 2 - 1 / members,
                     "hop_bytes": first["hop_bytes"],
@@ -124,12 +112,6 @@ def summary(document: dict[str, Any]) -> list[dict[str, Any]]:
                 }
             )
     return rows
-
-
-def _ideal(ideal: list[dict[str, Any]], length: int, heads: str) -> dict[str, Any]:
-    """One GPU on the same text, or the longest shorter one that was measured."""
-    same = [row for row in ideal if row["heads"] == heads]
-    return max((row for row in same if row["length"] <= length), key=lambda row: row["length"], default=same[0])
 
 
 def table(rows: list[dict[str, Any]]) -> rich.table.Table:
@@ -147,48 +129,8 @@ def table(rows: list[dict[str, Any]]) -> rich.table.Table:
     return shown
 
 
-def worker(task: str, **options: Any) -> Any:
-    """Run a task in a process of its own: how many GPUs JAX pretends to have is settled when it starts."""
-    command = [sys.executable, "-m", "striped_attention.bench.gpu", json.dumps({"task": task, **options})]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode == 2:
-        raise UsageError(done.stderr.strip().splitlines()[-1])
-    if done.returncode:
-        raise RuntimeError(f"The task {task} {options} failed:\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def _main(options: dict[str, Any]) -> Any:
-    task = options.pop("task")
-    if task in ("ring", "schedule"):
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_shard_autotuning=false"
-        import jax
-
-        jax.config.update("jax_mock_gpu_topology", f"{options['members']}x1x1")
-    from striped_attention import cudnn
-
-    if (reason := cudnn.unavailable("gpu")) is not None:
-        print(f"This suite measures the cudnn kernel. {reason}", file=sys.stderr)
-        raise SystemExit(2)
-    tasks: dict[str, Any] = {
-        "check": _check,
-        "ideal": _measure_ideal,
-        "ring": _measure_ring,
-        "schedule": _read_schedule,
-    }
-    return tasks[task](**options)
-
-
 def _check(members: list[int]) -> list[dict[str, Any]]:
     """Rings of all sizes, replayed, against one GPU; raises if they differ by more than rounding."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-
-    import striped_attention as sa
-    from striped_attention.attention import KERNELS
-    from striped_attention.replay import replay
-
     results = []
     for count in members:
         q, dout, k, v = _random(512 * count, 4, 2)
@@ -199,81 +141,98 @@ def _check(members: list[int]) -> list[dict[str, Any]]:
             worst = max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
             if not worst < 0.01:
                 raise RuntimeError(f"{layout!r} on {count} members differs from one GPU by {worst:.1e}.")
-            results.append({"members": count, "layout": repr(layout), "worst": worst, "gpu": _gpu()})
+            results.append({"members": count, "layout": repr(layout), "worst": worst, "gpu": mock.gpu()})
     return results
 
 
-def _measure_ideal(lengths: list[int], heads: list[str]) -> list[dict[str, Any]]:
-    """One GPU with the whole text."""
-    import jax
+class Run(NamedTuple):
+    """Something to be timed, and the FLOPs it takes."""
 
-    from striped_attention import cudnn
-
-    rows = []
-    for pair in heads:
-        for length in lengths:
-            q, dout, k, v = _random(length, *map(int, pair.split(":")))
-            forward = jax.jit(lambda q, k, v: cudnn.forward(q, k, v, scale=DIM**-0.5, causal=True))
-            flops = _flops(length, int(pair.split(":")[0]))
-            both = jax.jit(_one_gpu), (q, k, v, dout), 3.5 * flops
-            times = _times(forward=(forward, (q, k, v), flops), both=both)
-            rates = {"forward_rate": flops / times["forward"], "both_rate": 3.5 * flops / times["both"]}
-            rows.append({"length": length, "heads": pair, **times, **rates})
-    return rows
+    function: Any
+    arguments: tuple[Any, ...]
+    flops: float
 
 
 def _measure_ring(members: int, length: int, heads: str) -> list[dict[str, Any]]:
-    """The members that matter of a ring, with every layout: the last one, and where the first differs, the first."""
-    import striped_attention as sa
-    from striped_attention.schedule import transfers
+    """One GPU with the whole text, and the members of a ring that matter with every layout.
 
+    These are the last one and, where the first has other work, the first. All take turns, so that a GPU that grows warm
+    and slow is so for everybody.
+    """
     q_heads, kv_heads = map(int, heads.split(":"))
-    flops = _flops(length, q_heads) / members
-    rows = []
+    ring = {"members": members, "length": length, "heads": heads}
+    single = min(length, LONGEST)
+    runs = [_ideal(_random(single, q_heads, kv_heads), _flops(single, q_heads))]
+    rows: list[dict[str, Any]] = [{**ring, "ideal_length": single}]
+    parts, flops = _random(length // members, q_heads, kv_heads), _flops(length, q_heads) / members
     for layout in (sa.contiguous(), sa.striped(), sa.zigzag()):
         for rank in (members - 1,) if layout == sa.contiguous() else (0, members - 1):
-            attend, both, (q, dout, k, v) = _program(layout, members, length, heads, rank)
+            attend, both, (q, dout, k, v) = _program(layout, members, length, parts, rank)
             real = _compile(both, (q, k, v, dout))
             sent = transfers(str(real.as_text()))
-            with _keys_at_home():
+            with mock.keys_at_home():
                 timed = _compile(attend, (q, k, v)), _compile(both, (q, k, v, dout))
+            runs.append(
+                {"forward": Run(timed[0], (q, k, v), flops), "both": Run(timed[1], (q, k, v, dout), 3.5 * flops)}
+            )
             rows.append(
                 {
-                    **{"members": members, "length": length, "heads": heads, "layout": repr(layout), "rank": rank},
-                    **_times(forward=(timed[0], (q, k, v), flops), both=(timed[1], (q, k, v, dout), 3.5 * flops)),
-                    **{"forward_flops": flops, "both_flops": 3.5 * flops},
+                    **{**ring, "layout": repr(layout), "rank": rank},
                     "temporary_bytes": real.memory_analysis().temp_size_in_bytes,
                     **{"transfers": len(sent), "hidden": sum(t.hidden for t in sent)},
                     "hop_bytes": 2 * length // members * kv_heads * DIM * 2,
                 }
             )
-    return rows
+    return [row | found for row, found in zip(rows, _measure(runs), strict=True)]
+
+
+def _ideal(arrays: list[Any], flops: float) -> dict[str, Run]:
+    """One GPU with a whole text."""
+    q, dout, k, v = arrays
+    forward = jax.jit(lambda q, k, v: cudnn.forward(q, k, v, scale=DIM**-0.5, causal=True))
+    return {"forward": Run(forward, (q, k, v), flops), "both": Run(jax.jit(_one_gpu), (q, k, v, dout), 3.5 * flops)}
+
+
+def _measure(runs: list[dict[str, Run]]) -> list[dict[str, Any]]:
+    """Median seconds of every run, its samples, its FLOPs and FLOPs a second; after one turn to warm up."""
+    named = [(i, name, run) for i, group in enumerate(runs) for name, run in group.items()]
+    for _, _, run in named:
+        jax.block_until_ready(run.function(*run.arguments))
+    long = sum(run.flops for _, _, run in named) / GUESS > LONG
+    found: list[dict[str, Any]] = [{"samples": {name: [] for name in group}} for group in runs]
+    for _ in range(1 if long else BATCHES):
+        for i, name, run in named:
+            found[i]["samples"][name].append(_seconds(run))
+    for i, name, run in named:
+        seconds = statistics.median(found[i]["samples"][name])
+        found[i] |= {name: seconds, f"{name}_flops": run.flops, f"{name}_rate": run.flops / seconds}
+    return found
+
+
+def _seconds(run: Run) -> float:
+    repetitions = max(1, int(SECONDS * GUESS / run.flops))
+    begun = time.perf_counter()
+    for _ in range(repetitions):
+        result = run.function(*run.arguments)
+    jax.block_until_ready(result)
+    return (time.perf_counter() - begun) / repetitions
 
 
 def _read_schedule(members: int, length: int, heads: str) -> list[dict[str, Any]]:
     """The transfers of the forward and backward pass, compiled for a ring with every layout."""
-    import striped_attention as sa
-    from striped_attention.schedule import transfers
-
     rows = []
+    parts = _random(length // members, *map(int, heads.split(":")))
     for layout in (sa.contiguous(), sa.striped(), sa.zigzag()):
-        _, both, (q, dout, k, v) = _program(layout, members, length, heads, rank=0)
+        _, both, (q, dout, k, v) = _program(layout, members, length, parts, rank=0)
         sent = transfers(str(_compile(both, (q, k, v, dout)).as_text()))
         rows.append({"layout": repr(layout), "transfers": [dataclasses.asdict(t) for t in sent]})
     return rows
 
 
-def _program(layout: Any, members: int, length: int, heads: str, rank: int) -> tuple[Any, Any, list[Any]]:
-    """Attention, attention with its gradients, and q, dout, k and v, for the member `rank` of a ring."""
-    import jax
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    import striped_attention as sa
-
-    mesh = Mesh(np.roll(np.array(jax.devices()), rank), ("sequence",))
+def _program(layout: Any, members: int, length: int, parts: list[Any], rank: int) -> tuple[Any, Any, list[Any]]:
+    """Attention, attention with its gradients, and the arguments of which a member of a ring has these parts."""
+    mesh = Mesh(mock.in_place(jax.devices(), rank), ("sequence",))
     sharding = NamedSharding(mesh, PartitionSpec(None, "sequence"))
-    parts = _random(length // members, *map(int, heads.split(":")))
     arrays = [jax.make_array_from_single_device_arrays((1, length, *x.shape[2:]), sharding, [x]) for x in parts]
 
     def attend(q: Any, k: Any, v: Any) -> Any:
@@ -288,39 +247,10 @@ def _program(layout: Any, members: int, length: int, heads: str, rank: int) -> t
 
 
 def _compile(function: Any, arguments: Any) -> Any:
-    import jax
-
-    from striped_attention.schedule import GPU_OPTIONS
-
-    jax.clear_caches()  # what `_keys_at_home` changes is no argument
     return jax.jit(function).lower(*arguments).compile(compiler_options=GPU_OPTIONS)
 
 
-@contextlib.contextmanager
-def _keys_at_home() -> Iterator[None]:
-    """Let members keep their keys and values, heads reversed, instead of sending them; sums of dk and dv are sent."""
-    import jax
-    import jax.numpy as jnp
-    from jax import lax
-
-    from striped_attention.ring import Ring
-
-    send = Ring.send
-
-    def stay(self: Any, x: Any, places: int) -> Any:
-        copy = lambda leaf: send(self, leaf, places) if leaf.dtype == jnp.float32 else lax.rev(leaf, (2,))  # noqa: E731
-        return jax.tree.map(copy, x)
-
-    Ring.send = stay  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Ring.send = send  # type: ignore[method-assign]
-
-
 def _one_gpu(q: Any, k: Any, v: Any, dout: Any) -> Any:
-    from striped_attention import cudnn
-
     out, lse = cudnn.forward(q, k, v, scale=DIM**-0.5, causal=True)
     return out, *cudnn.backward(q, k, v, out, lse, dout, scale=DIM**-0.5, causal=True)
 
@@ -331,9 +261,6 @@ def _flops(length: int, heads: int) -> float:
 
 
 def _random(length: int, heads: int, kv_heads: int) -> list[Any]:
-    import jax
-    import jax.numpy as jnp
-
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(1, length, n, DIM) for n in (heads, heads, kv_heads, kv_heads)]
     device = jax.local_devices()[0]
@@ -341,38 +268,8 @@ def _random(length: int, heads: int, kv_heads: int) -> list[Any]:
         return [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
 
 
-def _times(**runs: Any) -> dict[str, Any]:
-    """For each run, which is a function, its arguments and its FLOPs, the median of its samples, and the samples."""
-    samples = {name: _seconds(*run) for name, run in runs.items()}
-    medians = {name: statistics.median(taken) for name, taken in samples.items()}
-    return {**medians, "samples": samples}
-
-
-def _seconds(run: Any, arguments: tuple[Any, ...], flops: float) -> list[float]:
-    """Seconds of a run in each of some batches, after one to warm up."""
-    import jax
-
-    jax.block_until_ready(run(*arguments))
-    repetitions = max(1, int(SECONDS * 5e14 / flops))
-    samples = []
-    for _ in range(BATCHES):
-        begun = time.perf_counter()
-        for _ in range(repetitions):
-            result = run(*arguments)
-        jax.block_until_ready(result)
-        samples.append((time.perf_counter() - begun) / repetitions)
-    return samples
-
-
-def _gpu() -> dict[str, Any]:
-    import jax
-
-    from striped_attention import cudnn
-
-    device = jax.local_devices()[0]
-    memory = device.memory_stats()["bytes_limit"]
-    return {"name": device.device_kind, "memory_for_jax": memory, "cudnn": cudnn.version()}
-
-
 if __name__ == "__main__":
-    print(json.dumps(_main(json.loads(sys.argv[1]))))
+    main(
+        {"check": _check, "ring": _measure_ring, "schedule": _read_schedule},
+        mocked=("ring", "schedule"),
+    )
