@@ -12,7 +12,7 @@ import pytest
 
 from striped_attention import cudnn, model
 from striped_attention.attention import KERNELS
-from striped_attention.bench import gpu, mock, run, step
+from striped_attention.bench import gpu, mock, profile, run, step
 from striped_attention.bench.config import BenchConfig
 from striped_attention.cli import main
 from striped_attention.ring import Ring
@@ -86,6 +86,23 @@ def test_a_summary_takes_the_busiest_member():
     assert striped["of_ideal"]["both"] == pytest.approx(0.7), "of what one GPU did beside this ring"
     assert striped["bound"] == 1.75
     assert set(striped["hop_seconds"].values()) == {450 / 450e9, 450 / 50e9}
+
+
+def test_a_profile_adds_up_kernels_by_kind_and_the_time_between_them():
+    names = ["cudnn_sdpa_sm90_flash_fprop_wgmma", "loop_add_fusion", "memcpy128", "wrapped_reverse_1"]
+    backward = ["cudnn_sdpa_sm90_flash_bprop_wgmma", "void cudnn::fusion::convert_dq_to_16bits<true>"]
+    events = [profile.Event(name, 1e9 * i, 0.5e9) for i, name in enumerate([*names, *backward])]
+    events.append(profile.Event("another stream, at the same time", 0.1e9, 0.6e9))
+    assert profile.by_kind(events) == pytest.approx(
+        {
+            "attention, forward": 0.5,
+            "attention, backward": 1.0,
+            "copies in place of hops": 0.5,
+            "copies": 0.5,
+            "merges, sums and slices": 0.5 + 0.6,
+            "nothing": 0.3 + 4 * 0.5,
+        }
+    )
 
 
 CASE = step.Case("debug", 256, 4, 64, "xla", jax.devices()[:4])

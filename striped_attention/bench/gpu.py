@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import striped_attention as sa
 from striped_attention import cudnn
 from striped_attention.attention import KERNELS
-from striped_attention.bench import mock
+from striped_attention.bench import mock, profile
 from striped_attention.bench.config import BenchConfig
 from striped_attention.bench.run import document, main, path, say, stream, write
 from striped_attention.replay import replay
@@ -183,7 +183,10 @@ def _measure_ring(members: int, length: int, heads: str) -> list[dict[str, Any]]
                     "hop_bytes": 2 * length // members * kv_heads * DIM * 2,
                 }
             )
-    return [row | found for row, found in zip(rows, _measure(runs), strict=True)]
+    found = _measure(runs)
+    for row, run in zip(found, runs, strict=True):
+        row["where"] = profile.where(run["both"].function, *run["both"].arguments)
+    return [row | more for row, more in zip(rows, found, strict=True)]
 
 
 def _ideal(arrays: list[Any], flops: float) -> dict[str, Run]:
