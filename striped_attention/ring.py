@@ -12,7 +12,7 @@ for the transfer, so the compiler can run both at once. Partial results are join
 
 Forward, the device's own block comes first: it needs no hop, and hides the first one. Backward half of its heads come
 first, for the same reason, and the others last: meanwhile the travelled sums of its dk and dv come home. So these make
-N - 1 hops too. They are float32; k and v travel in their own dtype, key heads only.
+N - 1 hops too. They are float32; k and v travel in their own dtype, key heads only. (See also `sends_backward`.)
 """
 
 import dataclasses
@@ -152,12 +152,12 @@ def _forward(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: A
         part = attend(*kv, block(offset))
         return (_after(sent, part.lse), merge(result, part)), None
 
-    kv = ring.send((k, v), offsets[1]) if len(offsets) > 1 else (k, v)
+    sent = ring.send((k, v), offsets[1]) if len(offsets) > 1 else None
     result = attend(k, v, block(0))
-    kv = _after(kv, result.lse)
-    for run in _runs(offsets[1:]):
-        (kv, result), _ = lax.scan(functools.partial(step, places=run.places), (kv, result), run.offsets)
-    if len(offsets) > 1:
+    if sent is not None:
+        kv = _after(sent, result.lse)
+        for run in _runs(offsets[1:]):
+            (kv, result), _ = lax.scan(functools.partial(step, places=run.places), (kv, result), run.offsets)
         result = merge(result, attend(*kv, block(offsets[-1])))
     if sinks is not None:  # a sink is a key that everybody sees and whose value is 0
         sink = jnp.broadcast_to(sinks.astype(dtype), result.lse.shape)
@@ -191,39 +191,26 @@ def _backward(ring: Ring, residuals: Any, dout: Array) -> Any:
         kv, stay, travel = carry
         return step(kv, stay, travel, offset, run.places, run.came), None
 
-    def own(heads: slice) -> Any:
-        """The gradients of the device's own block, for some key heads and the query heads that share them."""
-        shared = q.shape[2] // k.shape[2]
-        rows = slice(heads.start * shared, heads.stop * shared)
-        part = ring.kernel.attend_grad(*(x[:, :, rows] for x in (q, out, lse, dout)))
-        of_heads = dataclasses.replace(block(0), bias=jax.tree.map(lambda x: x[rows], bias))
-        return part(k[:, :, heads], v[:, :, heads], of_heads)
-
+    hops = [b - a for a, b in itertools.pairwise(offsets)]
+    second = hops[1] if hops[1:] else None
+    own = functools.partial(_own_gradients, ring, block(0), (q, out, lse, dout), (k, v))
+    *early, late = _halves(q.shape[2], k.shape[2]) if hops else [_Heads()]
+    kv = ring.send((k, v), hops[0]) if hops else None
+    parts = [own(heads) for heads in early]
     stay = arrived = None
-    early, half = [], 0
-    if len(offsets) > 1:
-        hops = [b - a for a, b in itertools.pairwise(offsets)]
-        half = k.shape[2] // 2
-        kv = ring.send((k, v), hops[0])
-        if half:
-            early = [own(slice(0, half))]
-            kv = _after(kv, early[0][0])
-        kv, stay, travel = step(kv, None, None, offsets[1], hops[1] if hops[1:] else None, None)
-        # A loop of one step is no loop to a compiler, and it may wait for transfers again: then the last step joins it.
-        joined = len(hops) == 3
+    if hops:
+        kv = functools.reduce(_after, (dq for dq, *_ in parts), kv)
+        kv, stay, travel = step(kv, None, None, offsets[1], second, None)
+        joined = sends_backward(len(hops)) > len(hops)
         inner = (*offsets[2:], offsets[-1] + hops[-1]) if joined else offsets[2:]
-        for run in _runs(inner, came=hops[1] if hops[1:] else None):
+        for run in _runs(inner, came=second):
             (kv, stay, travel), _ = lax.scan(functools.partial(loop, run=run), (kv, stay, travel), run.offsets)
-        if hops[1:] and not joined:
+        if second is not None and not joined:
             _, stay, travel = step(kv, stay, travel, offsets[-1], None, hops[-1])
         arrived = ring.send(travel, ring.devices - offsets[-1])
-    dq, dk, dv, dbias = _join_heads(*early, own(slice(half, k.shape[2])))
+    dq, dk, dv, dbias = _join_heads([*parts, own(late)], k.shape[2])
     (dq, dbias), (dk, dv) = _add(stay, (dq, dbias)), _add(arrived, (dk, dv))
-    dsinks = None
-    if sinks is not None:
-        delta = jnp.sum(out * dout, axis=-1)
-        share = jnp.where(jnp.isneginf(lse), 0, jnp.exp(sinks.astype(lse.dtype) - lse))
-        dsinks = -jnp.sum(share * delta, axis=(0, 1))
+    dsinks = None if sinks is None else _sinks_gradient(sinks, out, lse, dout)
     cast = functools.partial(jax.tree.map, lambda grad, x: grad.astype(x.dtype))
     return (*cast((dq, dk, dv), (q, k, v)), None, cast(dbias, bias), cast(dsinks, sinks))
 
@@ -246,10 +233,50 @@ def _add(a: Any, b: Any) -> Any:
     return b if a is None else jax.tree.map(jnp.add, a, b)
 
 
-def _join_heads(*parts: Any) -> Any:
-    """dq, dk, dv and dbias of all heads from those of some."""
-    dq, dk, dv = (jnp.concatenate(halves, axis=2) for halves in list(zip(*parts, strict=True))[:3])
-    return dq, dk, dv, jax.tree.map(lambda *halves: jnp.concatenate(halves), *(part[3] for part in parts))
+def sends_backward(hops: int) -> int:
+    """How often a device sends k and v on in the backward pass of a ring of so many hops.
+
+    Once a hop. Three hops would leave a loop of a single step, which is no loop to a compiler, and it may wait for
+    transfers again. So there the last step joins the loop, and sends on what nobody needs, behind its own arithmetic.
+    """
+    return hops + 1 if hops == 3 else hops
+
+
+class _Heads(NamedTuple):
+    """Some query heads, and the key heads that they see."""
+
+    queries: slice = slice(None)
+    keys: slice = slice(None)
+
+
+def _halves(heads: int, kv_heads: int) -> list[_Heads]:
+    """All heads in two parts, or in one if there is but one. A single key head is seen by both parts."""
+    if heads == 1:
+        return [_Heads()]
+    if kv_heads == 1:
+        return [_Heads(slice(heads // 2)), _Heads(slice(heads // 2, None))]
+    half, shared = kv_heads // 2, heads // kv_heads
+    return [_Heads(slice(half * shared), slice(half)), _Heads(slice(half * shared, None), slice(half, None))]
+
+
+def _own_gradients(ring: Ring, block: Block, rows: Any, kv: Any, heads: _Heads) -> tuple[Array, Array, Array, Any]:
+    """dq, dk, dv and dbias of a device's own block, for some heads."""
+    attend_grad = ring.kernel.attend_grad(*(x[:, :, heads.queries] for x in rows))
+    block = dataclasses.replace(block, bias=jax.tree.map(lambda x: x[heads.queries], block.bias))
+    return attend_grad(*(x[:, :, heads.keys] for x in kv), block)
+
+
+def _join_heads(parts: list[Any], kv_heads: int) -> tuple[Array, Array, Array, Any]:
+    """The gradients of all heads from those of some."""
+    dq, dk, dv, dbias = zip(*parts, strict=True)
+    join = functools.partial(jnp.concatenate, axis=2)
+    dbias = jax.tree.map(lambda *halves: jnp.concatenate(halves), *dbias)
+    return join(dq), *(sum(x[1:], x[0]) if kv_heads == 1 else join(x) for x in (dk, dv)), dbias
+
+
+def _sinks_gradient(sinks: Array, out: Array, lse: Array, dout: Array) -> Array:
+    share = jnp.where(jnp.isneginf(lse), 0, jnp.exp(sinks.astype(lse.dtype) - lse))
+    return -jnp.sum(share * jnp.sum(out * dout, axis=-1), axis=(0, 1))
 
 
 def _after(kv: Any, result: Array) -> Any:

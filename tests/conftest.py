@@ -24,7 +24,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    if config.getoption("--results") is not None:
+    if config.getoption("--results") is not None and not hasattr(config, "workerinput"):  # no worker of xdist
         config.pluginmanager.register(Results(config.getoption("--results")))
 
 

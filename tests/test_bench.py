@@ -1,6 +1,7 @@
 """`striped bench`: what is refused, what a summary makes of times, and the stand-ins for what a ring would send."""
 
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -10,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from striped_attention import cudnn, model
+from striped_attention import cudnn, kernel_xla, model
 from striped_attention.attention import KERNELS
 from striped_attention.bench import gpu, mock, profile, run, step
 from striped_attention.bench.config import BenchConfig
@@ -24,6 +25,7 @@ from striped_attention.training.errors import UsageError
     [
         (dict(heads=("3:2",)), "--heads must be written like 32:8"),
         (dict(heads=("16",)), "--heads must be written like 32:8"),
+        (dict(quick=True, heads=("3:2",)), "the first a multiple of the second"),
         (dict(members=(1,)), "--members must be at least 2"),
         (dict(lengths=(1001,)), "--lengths multiples of twice that"),
         (dict(lengths=()), "--lengths needs at least one value"),
@@ -59,6 +61,7 @@ def test_a_suite_measures_what_was_asked_and_else_its_own():
     asked = BenchConfig("step", members=(4, 16), presets=("7b", "llama3-8b"), lengths=(32_768,))
     assert asked.options == dict(presets=("7b", "llama3-8b"), members=(4, 16), lengths=(32_768,), chunk=8192)
     assert BenchConfig("step", quick=True).options["presets"] == ("debug",)
+    assert BenchConfig("gpu", quick=True, members=(4,)).options["members"] == (4,)
 
 
 @pytest.mark.parametrize("suite", ["gpu", "overlap", "step"])
@@ -86,6 +89,29 @@ def test_a_summary_takes_the_busiest_member():
     assert striped["of_ideal"]["both"] == pytest.approx(0.7), "of what one GPU did beside this ring"
     assert striped["bound"] == 1.75
     assert set(striped["hop_seconds"].values()) == {450 / 450e9, 450 / 50e9}
+    assert striped["backward_hop_bytes"] == 3 * 450
+
+
+def test_what_is_timed_is_checked(monkeypatch):
+    """On virtual devices, one kernel against itself; and against one that is wrong."""
+    monkeypatch.setattr(gpu, "GPU_OPTIONS", {})
+    rows = gpu._check_timed(4, ("xla", "xla"))
+    assert [row["worst"] for row in rows] == [0, 0, 0]
+
+    @functools.wraps(kernel_xla.attend)
+    def wrong(q):
+        attend = kernel_xla.attend(q)
+        return lambda k, v, block: attend(k, v + 1, block)
+
+    monkeypatch.setitem(KERNELS, "wrong", types.SimpleNamespace(**{**vars(kernel_xla), "attend": wrong}))
+    with pytest.raises(RuntimeError, match="differs between wrong and xla"):
+        gpu._check_timed(2, ("wrong", "xla"))
+
+
+@pytest.mark.parametrize("suite", ["gpu", "overlap", "step"])
+def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(suite, tmp_path, capsys):
+    assert main(["bench", suite, "--output", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"striped: --output {tmp_path} cannot be written: Is a directory.\n"
 
 
 def test_a_profile_adds_up_kernels_by_kind_and_the_time_between_them():
@@ -346,7 +372,7 @@ def test_the_suite_step_writes_every_row_and_a_summary(capsys, monkeypatch, tmp_
     result = json.loads(path.read_text())
     assert result["benchmark"] == "step"
     assert result["gpu"]["name"] == "NVIDIA H200"
-    configuration = {"presets": ["1b"], "members": [8], "lengths": [65_536], "feed_forward_chunk": 4096, "batch": 1}
+    configuration = {"presets": ["1b"], "members": [8], "lengths": [65_536], "chunk": 4096, "batch": 1}
     assert configuration.items() <= result["configuration"].items()
     assert [line["over_contiguous"] for line in result["summary"]] == [1.0, 1.5]
     shown = capsys.readouterr().out

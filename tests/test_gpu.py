@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import striped_attention as sa
-from striped_attention import cudnn, kernel_cudnn
-from striped_attention.bench.gpu import worker
+from striped_attention import kernel_cudnn
+from striped_attention.bench.gpu import one_gpu, worker
 from striped_attention.kernel import Partial
 from striped_attention.oracle import dense_partial
 from striped_attention.replay import replay
@@ -120,12 +120,7 @@ def test_bf16_errors_stay_within_twice_those_of_one_gpu(members):
     k, v = (random(1, length, 2, 128, seed=i) for i in (2, 3))
     truth = sampled_truth(q, k, v, dout, rows)
 
-    @jax.jit
-    def one_gpu(q, k, v, dout):
-        out, lse = cudnn.forward(q, k, v, scale=128**-0.5, causal=True)
-        return out, *cudnn.backward(q, k, v, out, lse, dout, scale=128**-0.5, causal=True)
-
-    single = [error(x[0, rows], t) for x, t in zip(one_gpu(q, k, v, dout), truth, strict=True)]
+    single = [error(x[0, rows], t) for x, t in zip(jax.jit(one_gpu)(q, k, v, dout), truth, strict=True)]
     for layout in LAYOUTS:
         ring = replay(q, k, v, dout, kernel=kernel_cudnn, layout=layout, mask=sa.causal(), members=members)
         errors = [error(x[0, rows], t) for x, t in zip(ring, truth, strict=True)]

@@ -249,6 +249,7 @@ def test_training_deals_single_tokens_to_cudnn(monkeypatch):
     assert config.make_layout(4, documents=False) == sa.striped(1)
     assert config.make_layout(4, documents=True) == sa.striped(256)
     assert dataclasses.replace(config, kernel="xla").make_layout(4, documents=False) == sa.striped(256)
+    assert dataclasses.replace(config, kernel="cudnn").make_layout(4, documents=True) == sa.striped(1), "in a dry run"
     sizes = {"data": 1, "sequence": 4}
     assert [choose(config, sizes, documents) for documents in (False, True)] == ["cudnn", "xla"]
     with pytest.raises(UsageError, match="not documents"):

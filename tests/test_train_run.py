@@ -312,4 +312,14 @@ def test_hop_bytes_count_key_heads_in_the_compute_dtype():
     cost = estimate(TrainConfig(preset="llama3-8b", sequence_length=131_072), {"data": 1, "sequence": 8})
     assert cost.hop_bytes == 2 * 16_384 * 8 * 128 * 2, "k and v, 8 heads of 128, bfloat16"
     assert cost.wire["keys and values, forward"] == 32 * 7 * cost.hop_bytes
+    assert cost.wire["keys and values, backward"] == cost.wire["keys and values, forward"]
     assert cost.wire["their gradients"] == 2 * cost.wire["keys and values, forward"], "in float32"
+
+
+def test_the_dry_run_keeps_less_for_a_kernel_that_needs_less():
+    config = TrainConfig(preset="1b", sequence_length=65_536)
+    most, least = (
+        estimate(dataclasses.replace(config, kernel=k), {"data": 1, "sequence": 8}) for k in ("auto", "cudnn")
+    )
+    kept = "kept for the backward pass"
+    assert most.memory[kept] - least.memory[kept] == 22 * 8192 * 2048 * 2, "what rounding took from a layer's result"

@@ -59,14 +59,12 @@ class BenchConfig:
     output: Path = None
     """Where the JSON goes. Default: a file named after the suite."""
     quick: bool = False
-    """One small ring, in a minute or two."""
+    """Other defaults: one small ring, in a minute or two."""
 
     @property
     def options(self) -> dict[str, Any]:
-        """What to measure, by name: what was given, else the suite's own; one small ring if it must be quick."""
-        if self.quick:
-            return QUICK[self.suite]
-        own = SUITES[self.suite]
+        """What to measure, by name: what was given, else the suite's own; with --quick something small of that."""
+        own = (QUICK if self.quick else SUITES)[self.suite]
         return {name: default if (given := getattr(self, name)) is None else given for name, default in own.items()}
 
     def __post_init__(self) -> None:
@@ -81,7 +79,10 @@ class BenchConfig:
         for heads in options.get("heads", ()):
             found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", heads)
             if found is None or int(found[1]) % int(found[2]):
-                raise UsageError(f"--heads must be written like 32:8, query heads : key heads; got {heads!r}.")
+                raise UsageError(
+                    f"--heads must be written like 32:8, query heads : key heads, the first a multiple of the second; "
+                    f"got {heads!r}."
+                )
         for members in options["members"]:
             if members < 2 or any(length < 1 or length % (2 * members) for length in options["lengths"]):
                 raise UsageError(

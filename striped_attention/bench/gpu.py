@@ -27,6 +27,7 @@ from striped_attention.schedule import GPU_OPTIONS, transfers
 
 DIM = 128
 WIRES = {"NVLink 4 (450 GB/s each way)": 450e9, "InfiniBand NDR (50 GB/s a GPU)": 50e9}
+TOLERANCE = 0.01  # relative, in bfloat16; rounding makes 0.004
 LONGEST = 262_144  # tokens that one GPU is given; it does not get faster with more
 BATCHES = 3
 SECONDS = 0.3  # of work in a batch, at least
@@ -46,6 +47,8 @@ def run(config: BenchConfig) -> None:
     result["checks"] = worker("check", members=rings["members"])
     say("answers checked: " + ", ".join(f"{c['members']} members {c['worst']:.1e}" for c in result["checks"]))
     result["gpu"] = result["checks"][0]["gpu"]
+    result["timed_checks"] = [row for members in rings["members"] for row in worker("check_timed", members=members)]
+    say(f"what will be timed, cudnn against xla: {max(c['worst'] for c in result['timed_checks']):.1e}")
     result["ideal"], result["members"] = [], []
     for members, heads, length in _product(rings):
         ideal, *rows = worker("ring", members=members, length=length, heads=heads)
@@ -80,7 +83,7 @@ def overlap(config: BenchConfig) -> None:
             hidden = f"{len(row['transfers']) - len(exposed)} of {len(row['transfers'])} transfers are hidden"
             ring = f"{members} members, {length:,} tokens, {heads}, {row['layout']}"
             say(f"{ring}: {hidden}" + (f"; not: {'; '.join(exposed)}" if exposed else ""))
-    write(result, config)
+        write(result, config)
     say(str(path(config)))
 
 
@@ -105,13 +108,21 @@ def summary(result: dict[str, Any]) -> list[dict[str, Any]]:
                     "ideal_length": ideal["ideal_length"],
                     "over_contiguous": {k: busiest["contiguous()"][k] / s for k, s in times.items()},
                     "bound": 2 - 1 / members,
-                    "hop_bytes": first["hop_bytes"],
-                    "hop_seconds": {wire: first["hop_bytes"] / speed for wire, speed in WIRES.items()},
+                    **_hops(first["hop_bytes"]),
                     "hidden": first["hidden"],
                     "transfers": first["transfers"],
                 }
             )
     return rows
+
+
+def _hops(size: int) -> dict[str, Any]:
+    """What a hop takes on real wires: k and v in bf16 and, backward, with the float32 sums of dk and dv."""
+    both = 3 * size
+    return {
+        **{"hop_bytes": size, "hop_seconds": {wire: size / speed for wire, speed in WIRES.items()}},
+        **{"backward_hop_bytes": both, "backward_hop_seconds": {w: both / speed for w, speed in WIRES.items()}},
+    }
 
 
 def table(rows: list[dict[str, Any]]) -> rich.table.Table:
@@ -134,15 +145,38 @@ def _check(members: list[int]) -> list[dict[str, Any]]:
     results = []
     for count in members:
         q, dout, k, v = _random(512 * count, 4, 2)
-        truth = [np.asarray(x.astype(jnp.float32)) for x in jax.jit(_one_gpu)(q, k, v, dout)]
+        truth = jax.jit(one_gpu)(q, k, v, dout)
         for layout in (sa.contiguous(), sa.striped(), sa.zigzag()):
             ring = replay(q, k, v, dout, kernel=KERNELS["cudnn"], layout=layout, mask=sa.causal(), members=count)
-            pairs = zip((np.asarray(x.astype(jnp.float32)) for x in ring), truth, strict=True)
-            worst = max(float(np.linalg.norm(a - b) / np.linalg.norm(b)) for a, b in pairs)
-            if not worst < 0.01:
+            worst = max(itertools.starmap(_apart, zip(ring, truth, strict=True)))
+            if not worst < TOLERANCE:
                 raise RuntimeError(f"{layout!r} on {count} members differs from one GPU by {worst:.1e}.")
             results.append({"members": count, "layout": repr(layout), "worst": worst, "gpu": mock.gpu()})
     return results
+
+
+def _check_timed(members: int, kernels: tuple[str, str] = ("cudnn", "xla")) -> list[dict[str, Any]]:
+    """The programs that will be timed, keys and sums at home, with both kernels; raises if they differ."""
+    results = []
+    parts = _random(512, 4, 2)
+    for layout in (sa.contiguous(), sa.striped(), sa.zigzag()):
+        found = []
+        for kernel in kernels:
+            _, both, (q, dout, k, v) = _program(layout, members, parts, members - 1, kernel)
+            with mock.keys_at_home(sums=True):
+                found.append(jax.tree.leaves(_compile(both, (q, k, v, dout))(q, k, v, dout)))
+        worst = max(_apart(*(x.addressable_data(0) for x in pair)) for pair in zip(*found, strict=True))
+        if not worst < TOLERANCE:
+            raise RuntimeError(
+                f"{layout!r} on {members} members differs between {' and '.join(kernels)} by {worst:.1e}."
+            )
+        results.append({"members": members, "layout": repr(layout), "rank": members - 1, "worst": worst})
+    return results
+
+
+def _apart(a: Any, b: Any) -> float:
+    a, b = (np.asarray(x.astype(jnp.float32)) for x in (a, b))
+    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
 class Run(NamedTuple):
@@ -164,12 +198,14 @@ def _measure_ring(members: int, length: int, heads: str) -> list[dict[str, Any]]
     single = min(length, LONGEST)
     runs = [_ideal(_random(single, q_heads, kv_heads), _flops(single, q_heads))]
     rows: list[dict[str, Any]] = [{**ring, "ideal_length": single}]
+    real: dict[str, Any] = {}
     parts, flops = _random(length // members, q_heads, kv_heads), _flops(length, q_heads) / members
     for layout in (sa.contiguous(), sa.striped(), sa.zigzag()):
         for rank in (members - 1,) if layout == sa.contiguous() else (0, members - 1):
-            attend, both, (q, dout, k, v) = _program(layout, members, length, parts, rank)
-            real = _compile(both, (q, k, v, dout))
-            sent = transfers(str(real.as_text()))
+            attend, both, (q, dout, k, v) = _program(layout, members, parts, rank)
+            if repr(layout) not in real:  # the same for every member
+                real[repr(layout)] = _compile(both, (q, k, v, dout))
+            sent = transfers(str(real[repr(layout)].as_text()))
             with mock.keys_at_home():
                 timed = _compile(attend, (q, k, v)), _compile(both, (q, k, v, dout))
             runs.append(
@@ -178,7 +214,7 @@ def _measure_ring(members: int, length: int, heads: str) -> list[dict[str, Any]]
             rows.append(
                 {
                     **{**ring, "layout": repr(layout), "rank": rank},
-                    "temporary_bytes": real.memory_analysis().temp_size_in_bytes,
+                    "temporary_bytes": real[repr(layout)].memory_analysis().temp_size_in_bytes,
                     **{"transfers": len(sent), "hidden": sum(t.hidden for t in sent)},
                     "hop_bytes": 2 * length // members * kv_heads * DIM * 2,
                 }
@@ -193,7 +229,7 @@ def _ideal(arrays: list[Any], flops: float) -> dict[str, Run]:
     """One GPU with a whole text."""
     q, dout, k, v = arrays
     forward = jax.jit(lambda q, k, v: cudnn.forward(q, k, v, scale=DIM**-0.5, causal=True))
-    return {"forward": Run(forward, (q, k, v), flops), "both": Run(jax.jit(_one_gpu), (q, k, v, dout), 3.5 * flops)}
+    return {"forward": Run(forward, (q, k, v), flops), "both": Run(jax.jit(one_gpu), (q, k, v, dout), 3.5 * flops)}
 
 
 def _measure(runs: list[dict[str, Run]]) -> list[dict[str, Any]]:
@@ -226,34 +262,39 @@ def _read_schedule(members: int, length: int, heads: str) -> list[dict[str, Any]
     rows = []
     parts = _random(length // members, *map(int, heads.split(":")))
     for layout in (sa.contiguous(), sa.striped(), sa.zigzag()):
-        _, both, (q, dout, k, v) = _program(layout, members, length, parts, rank=0)
+        _, both, (q, dout, k, v) = _program(layout, members, parts, rank=0)
         sent = transfers(str(_compile(both, (q, k, v, dout)).as_text()))
         rows.append({"layout": repr(layout), "transfers": [dataclasses.asdict(t) for t in sent]})
     return rows
 
 
-def _program(layout: Any, members: int, length: int, parts: list[Any], rank: int) -> tuple[Any, Any, list[Any]]:
+def _program(
+    layout: Any, members: int, parts: list[Any], rank: int, kernel: str = "cudnn"
+) -> tuple[Any, Any, list[Any]]:
     """Attention, attention with its gradients, and the arguments of which a member of a ring has these parts."""
-    mesh = Mesh(mock.in_place(jax.devices(), rank), ("sequence",))
+    mesh = Mesh(mock.in_place(jax.devices()[:members], rank), ("sequence",))
     sharding = NamedSharding(mesh, PartitionSpec(None, "sequence"))
-    arrays = [jax.make_array_from_single_device_arrays((1, length, *x.shape[2:]), sharding, [x]) for x in parts]
+
+    def everywhere(x: Any) -> Any:
+        copies = [jax.device_put(x, device) for device in mesh.local_devices]
+        return jax.make_array_from_single_device_arrays((1, members * x.shape[1], *x.shape[2:]), sharding, copies)
 
     def attend(q: Any, k: Any, v: Any) -> Any:
-        options = dict(axis_name="sequence", layout=layout, mask=sa.causal(), mesh=mesh, kernel="cudnn")
+        options = dict(axis_name="sequence", layout=layout, mask=sa.causal(), mesh=mesh, kernel=kernel)
         return sa.attention(q, k, v, **options)
 
     def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
         out, pull = jax.vjp(attend, q, k, v)
         return out, pull(dout)
 
-    return attend, both, arrays
+    return attend, both, [everywhere(x) for x in parts]
 
 
 def _compile(function: Any, arguments: Any) -> Any:
     return jax.jit(function).lower(*arguments).compile(compiler_options=GPU_OPTIONS)
 
 
-def _one_gpu(q: Any, k: Any, v: Any, dout: Any) -> Any:
+def one_gpu(q: Any, k: Any, v: Any, dout: Any) -> Any:
     out, lse = cudnn.forward(q, k, v, scale=DIM**-0.5, causal=True)
     return out, *cudnn.backward(q, k, v, out, lse, dout, scale=DIM**-0.5, causal=True)
 
@@ -273,6 +314,6 @@ def _random(length: int, heads: int, kv_heads: int) -> list[Any]:
 
 if __name__ == "__main__":
     main(
-        {"check": _check, "ring": _measure_ring, "schedule": _read_schedule},
-        mocked=("ring", "schedule"),
+        {"check": _check, "check_timed": _check_timed, "ring": _measure_ring, "schedule": _read_schedule},
+        mocked=("check_timed", "ring", "schedule"),
     )

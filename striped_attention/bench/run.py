@@ -29,9 +29,13 @@ def stream(module: str, task: str, **options: Any) -> Iterator[Any]:
     with tempfile.TemporaryFile("w+") as errors:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
             assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith(_RESULT):
-                    yield json.loads(line.removeprefix(_RESULT))
+            try:
+                for line in process.stdout:
+                    if line.startswith(_RESULT):
+                        yield json.loads(line.removeprefix(_RESULT))
+            except BaseException:  # whoever asked has lost interest, and would wait for the worker
+                process.kill()
+                raise
         errors.seek(0)
         said = errors.read()
     if process.returncode == 2:
@@ -57,8 +61,16 @@ def main(tasks: dict[str, Callable[..., Iterable[Any]]], mocked: tuple[str, ...]
 
 
 def document(config: BenchConfig, configuration: dict[str, Any]) -> dict[str, Any]:
-    """What a result says before there is one. Also makes sure that it can be written."""
-    path(config).parent.mkdir(parents=True, exist_ok=True)
+    """What a result says before there is one. Raises if it could not be written."""
+    try:
+        path(config).parent.mkdir(parents=True, exist_ok=True)
+        existed = path(config).exists()
+        with path(config).open("a"):
+            pass
+        if not existed:
+            path(config).unlink()
+    except OSError as error:
+        raise UsageError(f"--output {path(config)} cannot be written: {error.strerror}.") from error
     return metadata(config.suite, configuration)
 
 

@@ -53,7 +53,7 @@ def run(config: BenchConfig) -> None:
     options = config.options
     fixed = {"batch": 1, "dtype": "bfloat16", "remat": TrainConfig.remat, "kernel": "cudnn"}
     asked = {name: options[name] for name in ("presets", "members", "lengths")}
-    result = document(config, {**asked, "feed_forward_chunk": options["chunk"], **fixed})
+    result = document(config, {**asked, "chunk": options["chunk"], **fixed})
     result["checks"] = list(stream(MODULE, "check", **asked))
     say(f"answers checked: a step on one GPU, cudnn against xla, {result['checks'][0]['worst']:.1e}")
     result["gpu"] = result["checks"][0]["gpu"]

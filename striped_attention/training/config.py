@@ -158,7 +158,9 @@ class TrainConfig:
             return sa.contiguous()
         if self.layout == "zigzag":
             return sa.zigzag()
-        if self.stripe is None and not documents and self.kernel != "xla":
+        if self.stripe is None and self.kernel == "cudnn":
+            return sa.striped(1)
+        if self.stripe is None and not documents and self.kernel == "auto":
             query, key, what = self.attention(sa.striped(1), devices, documents)
             if KERNELS["cudnn"].unsupported(query, key, **what) is None:
                 return sa.striped(1)

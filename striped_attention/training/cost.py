@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from striped_attention.attention import KERNELS
 from striped_attention.model import ModelConfig
+from striped_attention.ring import sends_backward
 from striped_attention.training.config import TrainConfig
 
 FLOAT32 = 4
@@ -96,7 +98,9 @@ def _memory(
 ) -> dict[str, int]:
     layer = {name: size // model.layers for name, size in sizes.items() if name not in _OUTER}
     queries, keys = tokens * model.heads * model.head_dim, tokens * model.kv_heads * model.head_dim
-    lost = 1 if width < FLOAT32 else 0
+    # Without a kernel's name the most there can be: what rounding took from the result, which `cudnn` has no use for.
+    full_out = config.kernel not in KERNELS or KERNELS[config.kernel].FULL_OUT
+    lost = 1 if width < FLOAT32 and full_out else 0
     kept_result = queries * width * (1 + lost) + tokens * model.heads * FLOAT32
     kept = {"attention": kept_result, "full": 0, "none": kept_result + (queries + 2 * keys) * width}[config.remat]
     stages = [
@@ -131,7 +135,7 @@ def _wire(
     hops = model.layers * (sequence - 1) * hop
     return {
         "keys and values, forward": hops,
-        "keys and values, backward": hops,
+        "keys and values, backward": model.layers * sends_backward(sequence - 1) * hop,
         "their gradients": hops // width * FLOAT32,
         "weights, gathered twice": 2 * gathered * width,
         "weights' gradients": gathered * FLOAT32,
