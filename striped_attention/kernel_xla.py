@@ -10,6 +10,7 @@ they lie in memory, which XLA's CPU library runs at about twice the speed of a p
 Tiles are computed in float32 (float64 for float64 inputs), whatever the dtype of q, k and v.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,7 @@ def unsupported(*_: Any, **__: Any) -> None:
 
 def attend(q: Float[Array, "batch queries heads dim"]) -> Callable[..., Partial]:
     """Forward pass; see `kernel.py` for the contract."""
-    return functools.partial(_attend, q)
+    return lambda k, v, block: _attend(q, k, v, _by_ranges(block))
 
 
 def attend_grad(
@@ -44,7 +45,12 @@ def attend_grad(
     """Backward pass; see `kernel.py` for the contract."""
     dtype = accumulator(q.dtype)
     delta = jnp.sum(out.astype(dtype) * dout.astype(dtype), axis=-1)
-    return functools.partial(_attend_grad, q, dout, lse, delta)
+    return lambda k, v, block: _attend_grad(q, dout, lse, delta, k, v, _by_ranges(block))
+
+
+def _by_ranges(block: Block) -> Block:
+    """The block without its pattern: its ranges say it all, and blocks that differ in nothing else are traced once."""
+    return dataclasses.replace(block, pattern=None)
 
 
 @jax.jit
