@@ -10,7 +10,7 @@ nothing, and each step of the ring takes as long as its busiest device. With n t
 Virtual devices of one process share a thread pool, where the idle device's threads help the busy one and hide the
 difference. So here are two real processes, each pinned to a core before JAX starts (its pool then has one thread),
 connected by jax.distributed over gloo. Both hold all layouts; rounds run each of them once, in a new order, and ratios
-are medians over rounds. The bound printed beside them is counted by `striped_attention.plan`, the pairs of the busiest
+are medians over rounds. The bound printed beside them is counted by `striped_attention.count`, the pairs of the busiest
 device added up over the steps. Answers are checked first. Wants an idle machine.
 """
 
@@ -65,7 +65,7 @@ class AllLayouts:
 def bound(name: str, length: int) -> float:
     """The most that a layout can gain over contiguous: the busiest device's pairs, added up over the steps."""
     import striped_attention as sa
-    from striped_attention.plan import count_pairs
+    from striped_attention.count import count_pairs
 
     def critical_path(options: dict[str, Any]) -> int:
         layout = getattr(sa, options["layout"])(*([options["stripe"]] if "stripe" in options else []))

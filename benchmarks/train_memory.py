@@ -20,8 +20,8 @@ import numpy as np
 import record
 from jax.sharding import Mesh
 
+from striped_attention.cost import estimate
 from striped_attention.training.config import TrainConfig
-from striped_attention.training.cost import estimate
 from striped_attention.training.step import Program
 
 SMALL = dict(preset="debug", layers=4, dim=256, ffn=768, heads=8, kv_heads=4)

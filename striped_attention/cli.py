@@ -14,17 +14,21 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         import tyro
 
+        from striped_attention import plan_command
         from striped_attention.bench.config import BenchConfig
         from striped_attention.training.config import TrainConfig
     except ModuleNotFoundError as error:
         return _missing(error)
-    commands = {"train": TrainConfig, "bench": BenchConfig}
+    commands = {"train": TrainConfig, "bench": BenchConfig, "plan": plan_command.PlanConfig}
     cli = functools.partial(
         tyro.extras.subcommand_cli_from_dict, prog="striped", config=(tyro.conf.FlagCreatePairsOff,)
     )
 
     def run() -> int:
         config = cli(commands, args=arguments)
+        if isinstance(config, plan_command.PlanConfig):
+            plan_command.run(config)
+            return 0
         return train(config) if isinstance(config, TrainConfig) else bench(config)
 
     return _guard(run)

@@ -15,7 +15,8 @@ blocks it prepares in the first.
 * `attend_grad` is given the `out` and `lse` of the *whole* row, all blocks merged: exp(score - lse) is then the final
   probability. It returns float32 gradients (the caller adds them up over blocks); a row without keys adds nothing.
 * `unsupported(q, k, softcap=, bias=, mask=, layout=, devices=, tile=, padded=, platform=)` says in a sentence what a
-  kernel cannot do, or None. It looks only at the shapes and dtypes of q and k. Nobody ignores an option.
+  kernel cannot do, or None. It looks only at the shapes and dtypes of q and k. Nobody ignores an option. `platform` is
+  where it is to run, None somewhere where it does.
 * `FULL_OUT` says whether `attend_grad` makes use of an `out` with more digits than q has.
 
 Because the ranges are monotone, a row of tiles needs the key tiles from the first key that one of its queries sees to

@@ -48,7 +48,7 @@ def unsupported(
     devices: int,
     tile: Any,
     padded: bool,
-    platform: str,
+    platform: str | None,
 ) -> str | None:
     """What this kernel cannot do of what is asked, in a sentence; None if it can do all of it."""
     dim = q.shape[-1]
@@ -65,7 +65,7 @@ def unsupported(
     for name, value in (("softcap", softcap), ("bias", bias), ("tile", tile)):
         if value is not None:
             return f"It has no {name}."
-    return cudnn.unavailable(platform)
+    return None if platform is None else cudnn.unavailable(platform)
 
 
 def attend(q: Float[Array, "batch queries heads dim"]) -> Callable[..., Partial]:

@@ -16,7 +16,7 @@ of positions is a range of slots on every device, and `count_before` finds its e
 """
 
 import dataclasses
-from typing import Any, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,18 @@ import numpy as np
 from jaxtyping import Array, Int
 
 INT32_MAX = 2**31 - 1
+
+
+class Stair(NamedTuple):
+    """A number for every device: `below` for those before `at`, `here` for that one, `above` for those after it."""
+
+    at: np.ndarray
+    below: np.ndarray
+    here: np.ndarray
+    above: np.ndarray
+
+    def value(self, device: np.ndarray) -> np.ndarray:
+        return np.where(device < self.at, self.below, np.where(device == self.at, self.here, self.above))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,11 +74,20 @@ class Layout:
 
     def positions(self, device: Any, length: int, devices: int) -> Int[Array | np.ndarray, " slots"]:
         """The positions of a device's tokens, increasing. `device` may be traced, as `lax.axis_index` is."""
+        slots, _ = self._deal(length, devices)
+        return self.position(device, namespace(device).arange(slots, dtype=np.int32), length, devices)
+
+    def position(self, device: Any, slot: Any, length: int, devices: int) -> Any:
+        """The position of the token in a device's slot; also of many."""
         slots, width = self._deal(length, devices)
-        xp = namespace(device)
-        slot = xp.arange(slots, dtype=np.int32)
+        xp = namespace(device, slot)
         turn, stripe = self._turn(xp, slot // width, device, devices, slots, width)
         return slot // width * (devices * width) + turn * stripe + slot % width
+
+    def stripe_end(self, slot: Any, length: int, devices: int) -> Any:
+        """The slot after the last one of the same stripe, before which positions follow one another."""
+        slots, width = self._deal(length, devices)
+        return namespace(slot).minimum((slot // width + 1) * width, slots)
 
     def count_before(
         self, device: Any, position: Int[Array | np.ndarray, "*shape"] | int, length: int, devices: int
@@ -79,6 +100,18 @@ class Layout:
         turn, stripe = self._turn(xp, round_, device, devices, slots, width)
         in_stripe = position - round_ * (devices * width) - turn * stripe
         return round_ * width + xp.clip(in_stripe, 0, stripe)
+
+    def count_before_all(self, position: np.ndarray, length: int, devices: int) -> "Stair":
+        """`count_before` for all devices at once: in a round it is one number, then another, with one between them."""
+        slots, width = self._deal(length, devices)
+        round_ = position // (devices * width)
+        stripe = np.where(round_ < slots // width, width, slots % width)
+        turn, part = np.divmod(position - round_ * (devices * width), np.maximum(stripe, 1))
+        before = round_ * width
+        back = (round_ % 2 == 1) if self.backwards else np.zeros_like(round_, bool)
+        done, open_ = before + stripe, before
+        at = np.where(back, devices - 1 - turn, turn)
+        return Stair(at, np.where(back, open_, done), before + part, np.where(back, done, open_))
 
     def permute(self, x: Any, devices: int, axis: int, pad: Any = 0) -> Any:
         """Put an array from text order into layout order along `axis`, padding it with `pad` where it does not divide.
@@ -120,7 +153,7 @@ class Layout:
 
     def _turn(self, xp: Any, round_: Any, device: Any, devices: int, slots: int, width: int) -> tuple[Any, Any]:
         """Whose turn the device is in a round (counted from 0), and how wide that round's stripes are."""
-        if not isinstance(device, jax.Array) and not 0 <= device < devices:
+        if not isinstance(device, jax.Array) and not (np.min(device) >= 0 and np.max(device) < devices):
             raise ValueError(f"device must be one of the {devices} devices, counted from 0; got {device}.")
         turn = xp.asarray(device, dtype=np.int32)
         if self.backwards:

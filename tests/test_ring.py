@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import striped_attention as sa
 from striped_attention import kernel_xla
-from striped_attention.plan import count_pairs, count_tiles
+from striped_attention.count import count_pairs, count_tiles
 from striped_attention.ring import needed_offsets
 from tests.compare import mesh_of, random_segments
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from striped_attention.cost import estimate
 from striped_attention.training import dry_run, trainer, watch
 from striped_attention.training.config import TrainConfig
-from striped_attention.training.cost import estimate
 from striped_attention.training.errors import Diverged, UsageError
 from striped_attention.training.step import Program
 from striped_attention.training.trainer import mesh_sizes, train

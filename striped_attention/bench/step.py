@@ -31,13 +31,13 @@ from striped_attention.attention import choose_kernel
 from striped_attention.bench import mock
 from striped_attention.bench.config import BenchConfig
 from striped_attention.bench.run import document, main, path, say, stream, write
+from striped_attention.cost import attention_flops, causal_pairs, estimate, matrix_flops
 from striped_attention.hardware import peak_flops
 from striped_attention.model import PRESETS
 from striped_attention.parallel import AXES
 from striped_attention.schedule import transfers
 from striped_attention.training import data
 from striped_attention.training.config import TrainConfig
-from striped_attention.training.cost import attention_flops, causal_pairs, estimate, matrix_flops
 from striped_attention.training.errors import UsageError
 from striped_attention.training.step import Inputs, Program
 

@@ -3,8 +3,8 @@
 import rich.console
 import rich.table
 
+from striped_attention.cost import Cost, estimate, gigabytes
 from striped_attention.training.config import TrainConfig
-from striped_attention.training.cost import Cost, estimate, gigabytes
 
 
 def show(config: TrainConfig, mesh: dict[str, int]) -> None:

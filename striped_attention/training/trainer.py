@@ -18,12 +18,12 @@ from jax.experimental import multihost_utils
 
 from striped_attention._version import __version__
 from striped_attention.attention import choose_kernel
+from striped_attention.cost import attention_flops, estimate, gigabytes, matrix_flops
 from striped_attention.hardware import peak_flops
 from striped_attention.parallel import AXES, check_devices, make_mesh, parse_mesh
 from striped_attention.training import data
 from striped_attention.training.checkpoint import Checkpoints, Place, write_whole
 from striped_attention.training.config import TrainConfig
-from striped_attention.training.cost import attention_flops, estimate, gigabytes, matrix_flops
 from striped_attention.training.errors import Diverged, UsageError
 from striped_attention.training.step import Inputs, Program, State
 from striped_attention.training.watch import Watch

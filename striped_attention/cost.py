@@ -6,17 +6,39 @@ head forward and twice that backward. Recomputation is not counted; that is the 
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
 from striped_attention.attention import KERNELS
+from striped_attention.layout import Layout
 from striped_attention.model import ModelConfig
 from striped_attention.ring import sends_backward
-from striped_attention.training.config import TrainConfig
 
 FLOAT32 = 4
+
+
+@runtime_checkable
+class Job(Protocol):
+    """What a step's cost depends on; the options of `striped train` say all of it."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def sequence_length(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def remat(self) -> str: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def kernel(self) -> str: ...
+
+    def make_layout(self, devices: int) -> Layout: ...
 
 
 def causal_pairs(length: int) -> int:
@@ -56,7 +78,7 @@ class Cost:
         return sum(self.memory.values())
 
 
-def estimate(config: TrainConfig, mesh: dict[str, int]) -> Cost:
+def estimate(config: Job, mesh: dict[str, int]) -> Cost:
     """What a step of this run needs on a mesh with these sizes; text without documents, the most work."""
     model, sequence = config.model, mesh["sequence"]
     devices = math.prod(mesh.values())
@@ -87,14 +109,14 @@ def estimate(config: TrainConfig, mesh: dict[str, int]) -> Cost:
     )
 
 
-def _attention_share(config: TrainConfig, attention: int, matrices: int) -> float:
+def _attention_share(config: Job, attention: int, matrices: int) -> float:
     """Of the work done, recomputation included: a tile's scores once more backward, 8 FLOPs a weight elsewhere."""
     done = attention * (4.5 if config.remat == "full" else 3.5) / 3
     return done / (done + matrices * 8 / 6)
 
 
 def _memory(
-    config: TrainConfig, model: ModelConfig, tokens: int, width: int, sizes: dict[str, int], shard: int, sequence: int
+    config: Job, model: ModelConfig, tokens: int, width: int, sizes: dict[str, int], shard: int, sequence: int
 ) -> dict[str, int]:
     layer = {name: size // model.layers for name, size in sizes.items() if name not in _OUTER}
     queries, keys = tokens * model.heads * model.head_dim, tokens * model.kv_heads * model.head_dim
