@@ -49,11 +49,24 @@ print(json.dumps([sorted({m.split(".")[0] for m in set(sys.modules) - before}), 
     assert started is False
 
 
-def test_the_readme_example_runs_word_for_word():
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("name", ["README.md", "docs/planning.md"])
+def test_examples_of_the_documentation_run_word_for_word(name):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
     assert blocks
     for block in blocks:
         run(block, XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu")
+
+
+def test_the_notebook_runs_and_shows_what_it_prints():
+    cells = [
+        cell
+        for cell in json.loads((ROOT / "examples" / "planning.ipynb").read_text())["cells"]
+        if cell["cell_type"] == "code"
+    ]
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    shown = "".join("".join(output.get("text", "")) for cell in cells for output in cell["outputs"])
+    assert run(code, MPLBACKEND="agg", HOME=str(ROOT)) == shown
+    assert sum("image/png" in output.get("data", {}) for cell in cells for output in cell["outputs"]) == 4
 
 
 @pytest.mark.parametrize("name", ["flax_nnx", "equinox_model"])

@@ -252,6 +252,13 @@ def test_a_plan_needs_no_device():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_the_documentation_has_the_table_of_hardware():
+    text = (RESULTS.parent.parent / "docs" / "planning.md").read_text()
+    for h in HARDWARE.values():
+        figures = [h.peak / 1e12, h.memory / 1e9, h.bandwidth / 1e9, h.wire / 1e9, h.group, h.far_wire / 1e9]
+        assert f"| {h.name} | {' | '.join(f'{x:g}' for x in figures)} | {h.source} |" in text
+
+
 def test_every_hardware_has_a_source_and_a_kernel():
     for name, hardware in HARDWARE.items():
         assert hardware.name == name

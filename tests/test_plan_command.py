@@ -1,0 +1,108 @@
+"""`striped plan`: what it prints, what it keeps, what it refuses."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+
+from striped_attention import cli, plan_command
+from striped_attention.plan_command import PlanConfig
+
+
+def run(capsys, *arguments):
+    code = cli.main(["plan", *map(str, arguments)])
+    return code, *capsys.readouterr()
+
+
+def test_a_plan_names_the_best_layout_and_draws_the_imbalance(capsys):
+    code, text, _ = run(capsys, "--devices", 8, "--length", "256k", "--preset", "1b", "--hardware", "h200")
+    assert code == 0
+    assert "262,144 tokens (causal) on 8 × h200" in text
+    assert "Choose zigzag(): its attention is 1.8" in text
+    assert "As good, within 2%: striped(1)." in text
+    for row in ("▒       ", "▒███    ", "▒███████"):  # contiguous: device d has d blocks besides its own
+        assert f"\n{row}" in text
+    assert text.count("▒▒▒▒▒▒▒▒") == 8
+    assert "cudnn measured on an H200; xla assumed, not measured" in text
+    assert "kept for the backward pass" in text
+
+
+def test_the_json_has_all_of_it(capsys, tmp_path):
+    file = tmp_path / "deep" / "plan.json"
+    options = ("--devices", 4, "--length", 4096, "--mask", "documents", "--document-length", 300, "--preset", "debug")
+    code, text, _ = run(capsys, *options, "--hardware", "v5p", "--layouts", "striped(32)", "--output", file)
+    assert code == 0
+    assert str(file) in text
+    found = json.loads(file.read_text())
+    assert found["benchmark"] == "plan"
+    assert found["configuration"]["document_length"] == 300
+    assert found["configuration"]["tokens"] == 4096
+    assert {choice["layout"] for choice in found["choices"]} == {"contiguous()", "striped(32)"}
+    for choice in found["choices"]:
+        tiles = np.array(choice["tiles"])
+        assert tiles.shape == (4, 4)
+        assert choice["critical_path"] == tiles.max(axis=0).sum()
+        forward, backward = choice["timelines"]
+        assert np.array(forward["work"]).shape == (4, 4)
+        assert forward["seconds"] == choice["forward_seconds"]
+        assert backward["seconds"] == choice["backward_seconds"]
+
+
+def test_counts_that_may_be_too_many_say_so(capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules["striped_attention.plan"], "AFFORDABLE", 0)
+    _, text, _ = run(capsys, "--devices", 4, "--length", 8192, "--mask", "window", "--window", 500, "--preset", "debug")
+    assert "≤ 1." in text
+    assert "may be more than is run" in text
+
+
+@pytest.mark.parametrize(
+    ("length", "tokens"), [("786432", 786_432), ("256k", 262_144), ("1M", 2**20), ("1.5M", 3 * 2**19), ("1_000", 1000)]
+)
+def test_lengths_are_written_as_people_write_them(length, tokens):
+    assert PlanConfig(devices=8, length=length).tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--devices", "0", "--length", "1M"], "devices must be a whole number of at least 1; got 0"),
+        (
+            ["--devices", "8", "--length", "some"],
+            "--length must be a number of tokens, like 786432, 256k or 1M; got 'so",
+        ),
+        (["--devices", "8", "--length", "0"], "--length must be a number of tokens"),
+        (["--devices", "8", "--length", "2G"], "at most 2147483647"),
+        (["--devices", "8", "--length", "64M"], "each, and h100 has 80.00 GB. On 1024 devices it would fit."),
+        (["--devices", "8", "--length", "1M", "--hardware", "z80"], "--hardware must be one of a100, h100"),
+        (["--devices", "8", "--length", "1M", "--preset", "70b"], "--preset must be one of debug, 1b"),
+        (["--devices", "8", "--length", "1M", "--kernel", "magic"], "--kernel must be one of auto, cudnn, xla"),
+        (["--devices", "8", "--length", "1M", "--layouts", "spiral"], "--layouts are written like contiguous"),
+        (["--devices", "8", "--length", "1M", "--layouts", "striped(0)"], "stripe must be a whole number"),
+        (["--devices", "8", "--length", "1M", "--window", "5"], "--window is for --mask window; got --mask causal"),
+        (["--devices", "8", "--length", "1M", "--mask", "window", "--window", "0"], "window must be"),
+        (["--devices", "8", "--length", "1M", "--batch", "0"], "batch must be"),
+    ],
+)
+def test_nonsense_gets_one_clear_line(capsys, arguments, message):
+    code, _, error = run(capsys, *arguments)
+    assert code == 2
+    assert message in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_an_output_that_cannot_be_written_is_refused(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    options = ("--devices", 2, "--length", 1024, "--preset", "debug", "--output", tmp_path / "file" / "plan.json")
+    code, _, error = run(capsys, *options)
+    assert code == 2
+    assert "cannot be written" in error
+
+
+def test_many_devices_are_drawn_as_the_busiest_of_several():
+    tiles = np.zeros((128, 128), int)
+    tiles[100, 3] = 7
+    lines = plan_command._heat(tiles, 7)
+    assert len(lines) == len(lines[0]) == plan_command.LARGEST_PICTURE
+    assert lines[25][0] == "█"
+    assert sum(line.count("█") for line in lines) == 1
