@@ -98,8 +98,8 @@ _CUDNN = Rates(
     known="measured on an H200",
     lanes=64,  # seen with the 100 of preset 3b: benchmarks/results/gpu_step_3b_64k.json
 )
-# Nobody has measured these yet. This kernel multiplies in float32: a GPU does that at 67 of 989 TFLOP/s at best (H100 data
-# sheet), a TPU in six bf16 products.
+# Nobody has measured these yet. This kernel multiplies in float32: a GPU does that at 67 of 989 TFLOP/s at best (H100
+# data sheet), a TPU in six bf16 products.
 _XLA_GPU = Rates((256, 256), Rate(0.03, 16.3, 78e-6), Rate(0.03, 70.7, 85e-6), "assumed, not measured")
 _XLA_TPU = Rates((256, 256), Rate(0.08, 16.3, 20e-6), Rate(0.08, 70.7, 20e-6), "assumed, not measured")
 # Fitted to benchmarks/results/cpu_balance.json and cpu_balance_8192.json, as above.
