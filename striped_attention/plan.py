@@ -5,88 +5,26 @@
 counts the tiles of every device and step as the kernels would run them (`count.py`), turns them into seconds with what
 is known of the hardware (`hardware.py`), lets transfers run beside them, and does so for several layouts. Nothing is
 compiled and no device is needed.
-
-A ring's steps in time: a device begins a step when it has ended the one before; then it sends, and computes. It ends
-the step when it has computed and when its own transfer is done, which needs both neighbours to have begun theirs:
-
-    end(d, j) = max(begin(d, j) + work(d, j), max over d-1, d, d+1 of begin(·, j) + transfer(j))
 """
 
-import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from striped_attention.attention import KERNELS
-from striped_attention.cost import FLOAT32, attention_flops, estimate, gigabytes, matrix_flops
+from striped_attention.cost import attention_flops, estimate, gigabytes, matrix_flops
 from striped_attention.count import Counts, count_tile_rows, count_tiles
-from striped_attention.hardware import HARDWARE, MATRIX_EFFICIENCY, RATES, Hardware, Rate, Rates
+from striped_attention.hardware import HARDWARE, MATRIX_EFFICIENCY, RATES, Hardware, Rates
 from striped_attention.layout import Layout, check_whole, contiguous, striped, zigzag
 from striped_attention.mask import Mask, causal
 from striped_attention.model import PRESETS, ModelConfig
+from striped_attention.timeline import Setting, Timeline, passes
 
-BACKWARD = 2.5  # the FLOPs of attention's backward pass, in forward passes
-_CONTIGUOUS = contiguous()
 SAME = 0.02  # a difference that a plan cannot see
 AFFORDABLE = 2**25  # devices × tokens that are counted block by block where rows of tiles are not enough
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """What a plan was asked for, and a layout for it. Also all that `cost.estimate` wants to know."""
-
-    devices: int
-    sequence_length: int
-    mask: Mask
-    hardware: Hardware
-    model: ModelConfig
-    batch: int = 1
-    kernel: str = "auto"
-    layout: Layout = _CONTIGUOUS
-    remat: str = "attention"
-    chunk: int = 8192
-
-    @property
-    def dtype(self) -> str:
-        return "float32" if self.hardware.platform == "cpu" else "bfloat16"
-
-    def make_layout(self, devices: int) -> Layout:
-        return self.layout
-
-    @property
-    def slots(self) -> int:
-        """Tokens of a device, padding included."""
-        return self.layout.padded_length(self.sequence_length, self.devices) // self.devices
-
-    @property
-    def hop_bytes(self) -> int:
-        """What a device sends of keys and values at once."""
-        keys = self.batch * self.slots * self.model.kv_heads * self.model.head_dim
-        return 2 * keys * jnp.dtype(self.dtype).itemsize
-
-    @property
-    def wire(self) -> float:
-        """Bytes per second of the slowest hop."""
-        return self.hardware.wire if self.devices <= self.hardware.group else self.hardware.far_wire
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Timeline:
-    """One pass of one layer's attention: seconds by device (row) and step (column).
-
-    `begin` is when a device begins a step, `work` how long it computes; `transfer` (by step) is what the wire takes,
-    `sent` the bytes on it. The backward pass has a column more: its first and last are halves of a device's own block.
-    """
-
-    begin: np.ndarray
-    work: np.ndarray
-    transfer: np.ndarray
-    sent: np.ndarray
-    seconds: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -139,8 +77,8 @@ class Choice:
 
     def timelines(self) -> tuple[Timeline, Timeline]:
         """The forward and the backward pass, step by step; worked out anew, for they are large."""
-        forward, backward = (_timeline(one) for one in _passes(self.setting, self.rates, self.tiles))
-        return forward, backward
+        forward, backward = passes(self.setting, self.rates, self.tiles)
+        return forward.timeline(), backward.timeline()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -247,10 +185,10 @@ def _choice(setting: Setting, pairs: int) -> Choice:
     tiles, exact = count_tile_rows(layout, setting.mask, length, devices, rates.tile)
     if not exact and devices * length <= AFFORDABLE:
         tiles, exact = count_tiles(layout, setting.mask, length, devices, rates.tile), True
-    passes = _passes(setting, rates, tiles)
-    forward, backward = (float(collections.deque(one.begins(), maxlen=1).pop().max()) for one in passes)
+    both = passes(setting, rates, tiles)
+    forward, backward = (one.seconds() for one in both)
     attention = forward + backward
-    mean, most = passes[0].tiles.mean(axis=1), passes[0].tiles.max(axis=1)
+    mean, most = both[0].tiles.mean(axis=1), both[0].tiles.max(axis=1)
     cost = estimate(setting, {"data": 1, "sequence": devices})
     products = matrix_flops(model, setting.batch * length)
     weights = sum(size for what, size in cost.wire.items() if what.startswith("weights"))
@@ -265,8 +203,8 @@ def _choice(setting: Setting, pairs: int) -> Choice:
         backward_seconds=backward,
         step_seconds=seconds,
         memory=cost.memory,
-        waiting=max(0.0, 1 - sum(one.mean_work(mean) for one in passes) / attention),
-        hidden=all(one.is_hidden(most) for one in passes),
+        waiting=max(0.0, 1 - sum(one.mean_work(mean) for one in both) / attention),
+        hidden=all(one.is_hidden(most) for one in both),
         mfu=(products + attention_flops(model, pairs)) / devices / seconds / setting.hardware.peak,
     )
 
@@ -287,79 +225,6 @@ def _kernel(setting: Setting) -> tuple[str, Rates]:
     if refusals[name] is not None:
         raise ValueError(f"Kernel {name!r} cannot do {setting.layout!r} here: {refusals[name]}")
     return name, RATES[platform, name]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Pass:
-    """A pass over the ring: which blocks (rows of `tiles`, [blocks, devices]) are done step by step, and what is sent.
-
-    A device computes a block for tiles · per_tile + per_step seconds, and `part` of that if only part of it is done.
-    """
-
-    tiles: np.ndarray
-    block: np.ndarray
-    part: np.ndarray
-    per_tile: float
-    per_step: float
-    sent: np.ndarray
-    wire: float
-
-    def work(self, tiles: np.ndarray, step: Any) -> np.ndarray:
-        return (tiles * self.per_tile + self.per_step) * self.part[step]
-
-    def mean_work(self, mean: np.ndarray) -> float:
-        """Seconds that the mean device computes, if it has this many tiles of every block."""
-        return float(self.work(mean[self.block], slice(None)).sum())
-
-    def is_hidden(self, most: np.ndarray) -> bool:
-        """Whether the wire is never slower than the busiest device, which has this many tiles of every block."""
-        return bool((self.sent / self.wire <= self.work(most[self.block], slice(None))).all())
-
-    def begins(self) -> Iterator[np.ndarray]:
-        """When the devices begin each step and, last, when they end; see above."""
-        now = np.zeros(self.tiles.shape[1])
-        for step, (block, sent) in enumerate(zip(self.block, self.sent, strict=True)):
-            yield now
-            circle = np.concatenate([now[-1:], now, now[:1]])
-            together = np.maximum(np.maximum(circle[:-2], circle[2:]), now)
-            now = np.maximum(now + self.work(self.tiles[block], step), together + sent / self.wire)
-        yield now
-
-
-def _timeline(one: _Pass) -> Timeline:
-    *begins, ends = one.begins()
-    work = np.stack([one.work(one.tiles[block], step) for step, block in enumerate(one.block)], axis=1)
-    return Timeline(np.stack(begins, axis=1), work, one.sent / one.wire, one.sent, float(ends.max()))
-
-
-def _passes(setting: Setting, rates: Rates, tiles: Counts) -> tuple[_Pass, _Pass]:
-    """The two passes of a layer's attention over the steps that somebody needs."""
-    model, batch, slots, hardware = setting.model, setting.batch, setting.slots, setting.hardware
-    blocks = np.ascontiguousarray(tiles.T)
-    if setting.mask.length is None:  # then it is known to everybody which steps nobody needs
-        needed = np.append(True, blocks[1:].any(axis=1))  # the first is everybody's own
-        blocks = blocks if needed.all() else blocks[needed]
-    area = min(rates.tile[0], slots) * min(rates.tile[1], slots)
-    # A mask with documents counts the tiles of all sequences of a batch, others those of one.
-    dim = -(-model.head_dim // rates.lanes) * rates.lanes
-    flops = 4 * area * model.heads * dim * (batch if setting.mask.length is None else 1)
-    elements = batch * slots * model.heads * model.head_dim
-    hops = len(blocks) - 1
-
-    def make(rate: Rate, factor: float, order: list[int], part: list[float], sent: list[float]) -> _Pass:
-        per_tile = factor * flops / (rate.efficiency * hardware.peak)
-        per_step = rate.query_bytes * elements / hardware.bandwidth + rate.seconds
-        return _Pass(blocks, np.array(order), np.array(part), per_tile, per_step, np.array(sent), setting.wire)
-
-    kv = float(setting.hop_bytes)
-    sums = kv * FLOAT32 / jnp.dtype(setting.dtype).itemsize
-    order = list(range(hops + 1))
-    forward = make(rates.forward, 1.0, order, [1.0] * len(order), [kv] * hops + [0.0])
-    if not hops:
-        return forward, make(rates.backward, BACKWARD, order, [1.0], [0.0])
-    halves = [0.5, *[1.0] * hops, 0.5]
-    sent = [kv * (step < hops) + sums * (step > 1) for step in range(hops + 2)]
-    return forward, make(rates.backward, BACKWARD, [*order, 0], halves, sent)
 
 
 def _pairs(setting: Setting) -> int:

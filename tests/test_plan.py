@@ -15,7 +15,8 @@ from striped_attention.cost import matrix_flops
 from striped_attention.count import count_tile_rows, count_tiles
 from striped_attention.hardware import HARDWARE, MATRIX_EFFICIENCY, RATES
 from striped_attention.model import PRESETS, ModelConfig
-from striped_attention.plan import _Pass, _timeline, packed, shortfall
+from striped_attention.plan import packed, shortfall
+from striped_attention.timeline import Pass
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 LAYOUTS = {
@@ -151,16 +152,16 @@ def test_a_ring_waits_for_the_busiest_neighbour_and_for_the_wire():
     """Three devices, two steps; one of them has twice as much to do in the first."""
     tiles = np.array([[2, 1, 1], [1, 1, 1]])
     base = dict(tiles=tiles, block=np.array([0, 1]), part=np.ones(2), per_tile=1.0, per_step=0.0)
-    quick = _timeline(_Pass(**base, sent=np.array([1.0, 0.0]), wire=2.0))
+    quick = Pass(**base, sent=np.array([1.0, 0.0]), wire=2.0).timeline()
     np.testing.assert_array_equal(quick.begin, [[0, 2], [0, 1], [0, 1]])
     assert quick.seconds == 3
-    slow = _timeline(_Pass(**base, sent=np.array([3.0, 0.0]), wire=1.0))
+    slow = Pass(**base, sent=np.array([3.0, 0.0]), wire=1.0).timeline()
     np.testing.assert_array_equal(slow.begin, [[0, 3]] * 3)
     assert slow.seconds == 4
     # A device that is late keeps its neighbours' next transfers waiting, not the others'.
     tiles = np.array([[3, 1, 1, 1, 1], [1] * 5, [1] * 5])
     base |= dict(tiles=tiles, block=np.arange(3), part=np.ones(3))
-    late = _timeline(_Pass(**base, sent=np.array([0.5, 0.5, 0.0]), wire=1.0))
+    late = Pass(**base, sent=np.array([0.5, 0.5, 0.0]), wire=1.0).timeline()
     np.testing.assert_array_equal(late.begin[:, 2], [4, 3.5, 2, 2, 3.5])
 
 
