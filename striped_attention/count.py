@@ -70,12 +70,14 @@ def count_tile_rows(
     the last key of the last may be too many; not where all see the text from its beginning.
     """
     mask.check_length(length)
+    if mask.placed is not None:
+        raise ValueError("Rows of tiles are counted from a mask in text order. Pass it as it was before mask.permute.")
     padded = layout.padded_length(length, devices)
     slots = padded // devices
     tile_q, tile_k = (min(side, slots) for side in tile)
-    first = np.tile(np.arange(0, slots, tile_q), devices)
-    device = np.repeat(np.arange(devices), len(first) // devices)
-    end = np.minimum(first + tile_q, slots)
+    first = np.tile(np.arange(0, slots, tile_q, dtype=np.int32), devices)
+    device = np.repeat(np.arange(devices, dtype=np.int32), len(first) // devices)
+    end = np.minimum(first, slots - tile_q) + tile_q  # int32 must not run over
     filled = layout.count_before_all(np.array(length), padded, devices).value(device)  # the slots before padding
     cut = np.minimum(layout.stripe_end(first, padded, devices), end)
     exact = True
@@ -83,9 +85,8 @@ def count_tile_rows(
         exact = mask.window is None and mask.lo is None
         cut = end
     runs = [(first, cut)] if (cut == end).all() else [(first, cut), (cut, end)]
-    rows = max((x.shape[0] for x in (mask.lo, mask.hi) if x is not None), default=1)
     changes = []
-    for row in range(rows):
+    for row in range(mask.rows):
         seen = []
         for a, b in runs:
             b = np.minimum(b, filled)
@@ -94,7 +95,7 @@ def count_tile_rows(
             seen.append(tuple(layout.count_before_all(np.where(a < b, x, 0), padded, devices) for x in ends))
         changes += _changes(seen, device, devices, tile_k)
     # In half the memory where that is enough, which takes half the time with thousands of devices.
-    most = rows * -(-slots // tile_q) * -(-slots // tile_k)
+    most = mask.rows * -(-slots // tile_q) * -(-slots // tile_k)
     counts = np.zeros((devices, devices), np.int32 if most <= INT32_MAX else np.int64)
     for where, change in changes:
         np.add.at(counts.reshape(-1), where, change.astype(counts.dtype))
@@ -110,7 +111,7 @@ def _bounds(mask: Mask, row: int, positions: np.ndarray, length: int) -> tuple[n
         return None if x is None else np.asarray(x)[min(row, x.shape[0] - 1)][None, np.minimum(positions, length - 1)]
 
     lo, hi = dataclasses.replace(mask, lo=pick(mask.lo), hi=pick(mask.hi)).bounds(positions, length)
-    return np.asarray(lo[0], np.int64), np.asarray(hi[0], np.int64)
+    return np.asarray(lo[0]), np.asarray(hi[0])
 
 
 def _changes(
@@ -140,7 +141,6 @@ def _changes(
 
 def _tiles(ranges: list[list[np.ndarray]], tile_k: int) -> np.ndarray:
     """Tiles from the first key that a run sees to the last one; a run that sees none has no say."""
-    huge = np.iinfo(np.int64).max
-    first = np.minimum.reduce([np.where(start < end, start, huge) for start, end in ranges])
+    first = np.minimum.reduce([np.where(start < end, start, INT32_MAX) for start, end in ranges])
     last = np.maximum.reduce([np.where(start < end, end, 0) for start, end in ranges])
     return np.where(last > 0, -(-last // tile_k) - first // tile_k, 0)

@@ -87,7 +87,8 @@ class Layout:
     def stripe_end(self, slot: Any, length: int, devices: int) -> Any:
         """The slot after the last one of the same stripe, before which positions follow one another."""
         slots, width = self._deal(length, devices)
-        return namespace(slot).minimum((slot // width + 1) * width, slots)
+        begin = slot - slot % width
+        return begin + namespace(slot).minimum(slots - begin, width)
 
     def count_before(
         self, device: Any, position: Int[Array | np.ndarray, "*shape"] | int, length: int, devices: int
@@ -104,9 +105,9 @@ class Layout:
     def count_before_all(self, position: np.ndarray, length: int, devices: int) -> "Stair":
         """`count_before` for all devices at once: in a round it is one number, then another, with one between them."""
         slots, width = self._deal(length, devices)
-        round_ = position // (devices * width)
-        stripe = np.where(round_ < slots // width, width, slots % width)
-        turn, part = np.divmod(position - round_ * (devices * width), np.maximum(stripe, 1))
+        round_, left = np.divmod(position, np.int32(devices * width))
+        stripe = np.where(round_ < slots // width, np.int32(width), np.int32(slots % width))
+        turn, part = np.divmod(left, np.maximum(stripe, 1))
         before = round_ * width
         back = (round_ % 2 == 1) if self.backwards else np.zeros_like(round_, bool)
         done, open_ = before + stripe, before

@@ -48,6 +48,11 @@ class Mask:
         arrays = [f"documents of length {self.length}"] if self.length else []
         return f"Mask({', '.join(numbers + arrays)})"
 
+    @property
+    def rows(self) -> int:
+        """Sequences with documents of their own; 1 if all share one mask."""
+        return max((x.shape[0] for x in (self.lo, self.hi) if x is not None), default=1)
+
     def __and__(self, other: "Mask") -> "Mask":
         """Keys visible under both masks."""
         if not isinstance(other, Mask):
@@ -189,6 +194,22 @@ def documents(segment_ids: Int[Array | np.ndarray, "batch length"], causal: bool
     else:
         hi = lax.cummin(end, axis=1, reverse=True)
     return Mask(lo=lo, hi=hi, length=length)
+
+
+def packed(length: int, median: int = 1800, spread: float = 1.2, seed: int = 0) -> Mask:
+    """Documents as they come: lengths from a log-normal distribution, one after another until the text is full."""
+    if check_whole("length", length) > INT32_MAX:
+        raise ValueError(f"Positions are int32, so a length may be at most {INT32_MAX}; got {length}.")
+    check_whole("median", median)
+    random = np.random.default_rng(seed)
+    lengths: list[np.ndarray] = []
+    while sum(int(x.sum()) for x in lengths) < length:
+        lengths.append(np.maximum(1, random.lognormal(np.log(median), spread, 1 + length // median)).astype(np.int64))
+    ends = np.cumsum(np.concatenate(lengths))
+    starts = np.concatenate([[0], ends[ends < length]]).astype(np.int32)
+    # What `documents` makes of segment ids, without them: a text may have a hundred million tokens.
+    first = np.repeat(starts, np.diff(starts, append=np.int32(length)))
+    return Mask(prefix=0, lo=first[None], length=length)
 
 
 def _check_runs(segment_ids: np.ndarray, first: np.ndarray) -> None:

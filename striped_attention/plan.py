@@ -9,7 +9,7 @@ compiled and no device is needed.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 import numpy as np
@@ -21,9 +21,12 @@ from striped_attention.hardware import HARDWARE, MATRIX_EFFICIENCY, RATES, Hardw
 from striped_attention.layout import Layout, check_whole, contiguous, striped, zigzag
 from striped_attention.mask import Mask, causal
 from striped_attention.model import PRESETS, ModelConfig
-from striped_attention.timeline import Setting, Timeline, passes
+from striped_attention.timeline import Setting, Timeline, passes, tile_flops
 
 SAME = 0.02  # a difference that a plan cannot see
+MOST_DEVICES = 8192
+# JAX takes this part of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
+USABLE = {"gpu": 0.75, "tpu": 1.0, "cpu": 1.0}
 AFFORDABLE = 2**25  # devices × tokens that are counted block by block where rows of tiles are not enough
 
 
@@ -31,7 +34,8 @@ AFFORDABLE = 2**25  # devices × tokens that are counted block by block where ro
 class Choice:
     """A layout, and what a training step with it would be.
 
-    `tiles` are of one head, by device and step, and no more than these if not `exact`. `waiting` is the part of
+    `tiles` are of one head, by device and step, and no more than these if not `exact`; the ring leaves out the steps
+    that are not `needed`. `waiting` is the part of
     attention's time in which the mean device does not compute; `hidden` says whether no step waits for the wire alone.
     """
 
@@ -39,6 +43,7 @@ class Choice:
     rates: Rates
     tiles: Counts
     exact: bool
+    needed: np.ndarray
     forward_seconds: float
     backward_seconds: float
     waiting: float
@@ -66,6 +71,11 @@ class Choice:
         return self.setting.batch * self.setting.sequence_length / self.step_seconds
 
     @property
+    def flops(self) -> np.ndarray:
+        """What every device computes at every step, of one layer forward, in whole tiles; backward 2.5 times that."""
+        return self.tiles * float(tile_flops(self.setting, self.rates))
+
+    @property
     def critical_path(self) -> int:
         """Tiles of the busiest device, added up over the steps; per head."""
         return int(self.tiles.max(axis=0).sum(dtype=np.int64))
@@ -77,18 +87,22 @@ class Choice:
 
     def timelines(self) -> tuple[Timeline, Timeline]:
         """The forward and the backward pass, step by step; worked out anew, for they are large."""
-        forward, backward = passes(self.setting, self.rates, self.tiles)
+        forward, backward = passes(self.setting, self.rates, self.tiles, self.needed)
         return forward.timeline(), backward.timeline()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """What `plan` found: the layouts from the fastest to the slowest, and why the first one is."""
+    """What `plan` found: the layouts from the fastest to the slowest, and why the first one is.
+
+    `shortfall` is None if that one fits into memory, and else says by how much it does not and what would.
+    """
 
     setting: Setting
     choices: tuple[Choice, ...]
     bound: float
     reason: str
+    shortfall: str | None
 
     @property
     def best(self) -> Choice:
@@ -104,9 +118,10 @@ class Plan:
         return self.baseline.attention_seconds / choice.attention_seconds
 
     def fits(self, choice: Choice) -> bool:
-        return sum(choice.memory.values()) <= self.setting.hardware.memory
+        return sum(choice.memory.values()) <= _usable(self.setting.hardware)
 
 
+@no_type_check  # checks its arguments itself
 def plan(
     devices: int,
     length: int,
@@ -128,17 +143,19 @@ def plan(
       batch: sequences of a step, each of them spread over all devices.
       kernel: `auto` is the first that can do what a layout needs.
     """
-    check_whole("devices", devices)
-    check_whole("length", length)
-    check_whole("batch", batch)
+    devices, length, batch = check_whole("devices", devices), check_whole("length", length), check_whole("batch", batch)
+    if devices > MOST_DEVICES:
+        raise ValueError(f"A plan has a table of devices × devices, for at most {MOST_DEVICES}; got {devices} devices.")
     if kernel not in ("auto", *KERNELS):
         raise ValueError(f"kernel must be one of {['auto', *KERNELS]}; got {kernel!r}.")
     mask = causal() if mask is None else mask
-    mask.check_length(length)
+    _check_mask(mask, length, batch)
     contiguous().padded_length(length, devices)  # refuses what positions cannot number
-    shape, device = _named("model", PRESETS, model), _named("hardware", HARDWARE, hardware)
+    shape, device = _named("model", PRESETS, ModelConfig, model), _named("hardware", HARDWARE, Hardware, hardware)
     setting = Setting(devices, length, mask, device, shape, batch, kernel)
     layouts = _layouts(length, devices) if layouts is None else list(dict.fromkeys([contiguous(), *layouts]))
+    if not all(isinstance(layout, Layout) for layout in layouts):
+        raise ValueError(f"layouts must be a list of layouts, like [sa.striped(256), sa.zigzag()]; got {layouts!r}.")
     pairs = _pairs(setting)
     found = [_choice(dataclasses.replace(setting, layout=layout), pairs) for layout in layouts]
     base = found[0]
@@ -147,30 +164,25 @@ def plan(
     )
     bound = base.critical_path / least if least else 1.0
     choices = tuple(sorted(found, key=lambda choice: choice.step_seconds))
-    return Plan(setting, choices, bound, _reason(choices, base, bound))
+    return Plan(setting, choices, bound, _reason(choices, base, bound), _shortfall(choices[0]))
 
 
-def packed(length: int, median: int = 1800, spread: float = 1.2, seed: int = 0) -> Mask:
-    """Documents as they come: lengths from a log-normal distribution, one after another until the text is full."""
-    check_whole("length", length)
-    check_whole("median", median)
-    random = np.random.default_rng(seed)
-    lengths: list[np.ndarray] = []
-    while sum(int(x.sum()) for x in lengths) < length:
-        lengths.append(np.maximum(1, random.lognormal(np.log(median), spread, 1 + length // median)).astype(np.int64))
-    ends = np.cumsum(np.concatenate(lengths))
-    starts = np.concatenate([[0], ends[ends < length]]).astype(np.int32)
-    # What `documents` makes of segment ids, without them: a text may have a hundred million tokens.
-    first = np.repeat(starts, np.diff(starts, append=np.int32(length)))
-    return Mask(prefix=0, lo=first[None], length=length)
-
-
-def _named(what: str, known: dict[str, Any], given: Any) -> Any:
-    if not isinstance(given, str):
+def _named(what: str, known: dict[str, Any], kind: type, given: Any) -> Any:
+    if isinstance(given, kind):
         return given
     if given not in known:
-        raise ValueError(f"{what} must be one of {', '.join(known)}; got {given!r}.")
+        raise ValueError(f"{what} must be one of {', '.join(known)}, or a {kind.__name__}; got {given!r}.")
     return known[given]
+
+
+def _check_mask(mask: Any, length: int, batch: int) -> None:
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a mask, like sa.causal() or sa.documents(segment_ids); got {mask!r}.")
+    if mask.placed is not None:
+        raise ValueError("A plan permutes the mask for every layout itself. Pass it as it was before mask.permute.")
+    mask.check_length(length)
+    if mask.rows not in (1, batch):
+        raise ValueError(f"A mask has one row of documents, or one for each of the batch of {batch}; got {mask.rows}.")
 
 
 def _layouts(length: int, devices: int) -> list[Layout]:
@@ -185,7 +197,7 @@ def _choice(setting: Setting, pairs: int) -> Choice:
     tiles, exact = count_tile_rows(layout, setting.mask, length, devices, rates.tile)
     if not exact and devices * length <= AFFORDABLE:
         tiles, exact = count_tiles(layout, setting.mask, length, devices, rates.tile), True
-    both = passes(setting, rates, tiles)
+    both = passes(setting, rates, tiles, needed := _needed(setting, rates, tiles))
     forward, backward = (one.seconds() for one in both)
     attention = forward + backward
     mean, most = both[0].tiles.mean(axis=1), both[0].tiles.max(axis=1)
@@ -199,6 +211,7 @@ def _choice(setting: Setting, pairs: int) -> Choice:
         rates=rates,
         tiles=tiles,
         exact=exact,
+        needed=needed,
         forward_seconds=forward,
         backward_seconds=backward,
         step_seconds=seconds,
@@ -207,6 +220,15 @@ def _choice(setting: Setting, pairs: int) -> Choice:
         hidden=all(one.is_hidden(most) for one in both),
         mfu=(products + attention_flops(model, pairs)) / devices / seconds / setting.hardware.peak,
     )
+
+
+def _needed(setting: Setting, rates: Rates, tiles: Counts) -> np.ndarray:
+    """Which steps the ring makes: those that somebody needs, by the part of the mask that is known while tracing."""
+    mask = setting.mask
+    if mask.length is not None:
+        known = Mask(window=mask.window, prefix=mask.prefix)
+        tiles, _ = count_tile_rows(setting.layout, known, setting.sequence_length, setting.devices, rates.tile)
+    return np.append(True, tiles[:, 1:].any(axis=0))  # the first is everybody's own
 
 
 def _kernel(setting: Setting) -> tuple[str, Rates]:
@@ -221,32 +243,42 @@ def _kernel(setting: Setting) -> tuple[str, Rates]:
     what["padded"] = setting.slots * setting.devices != setting.sequence_length
     refusals = {name: kernel.unsupported(query, key, **what) for name, kernel in KERNELS.items()}
     refusals |= {name: f"Nothing is known of it on a {platform}." for name in KERNELS if (platform, name) not in RATES}
-    name = next(n for n, reason in refusals.items() if reason is None) if setting.kernel == "auto" else setting.kernel
+    name = setting.kernel
+    if name == "auto":
+        name = next((able for able, reason in refusals.items() if reason is None), "xla")
     if refusals[name] is not None:
         raise ValueError(f"Kernel {name!r} cannot do {setting.layout!r} here: {refusals[name]}")
     return name, RATES[platform, name]
 
 
 def _pairs(setting: Setting) -> int:
-    """Visible pairs of a query and a key, of all sequences; piece by piece, which keeps to a processor's caches."""
-    mask, length, total = setting.mask, setting.sequence_length, 0
-    for first in range(0, length, 2**16):
+    """Visible pairs of a query and a key, of all sequences."""
+    mask, length = setting.mask, setting.sequence_length
+    if mask.length is None:
+        hidden = length - min(length, length if mask.window is None else mask.window)
+        prefix = length if mask.prefix is None else min(mask.prefix, length)
+        triangle = lambda n: n * (n + 1) // 2  # noqa: E731
+        return setting.batch * (triangle(length) - triangle(prefix) + prefix**2 - triangle(hidden))
+    total = 0
+    for first in range(0, length, 2**16):  # piece by piece, which keeps to a processor's caches
         piece = np.arange(first, min(first + 2**16, length), dtype=np.int32)
         part = jax.tree.map(lambda x, piece=piece: np.asarray(x)[:, piece[0] : piece[-1] + 1], mask)
         lo, hi = part.bounds(piece, length)
-        total += int(np.sum(np.maximum(hi - lo, 0), dtype=np.int64)) * (setting.batch if len(lo) == 1 else 1)
-    return total
+        total += int(np.sum(np.maximum(hi - lo, 0), dtype=np.int64))
+    return total * (setting.batch // mask.rows)
 
 
 def _reason(choices: tuple[Choice, ...], base: Choice, bound: float) -> str:
     """Why the best choice is the best, in a sentence or two."""
     best, *others = choices
-    close = [repr(other.layout) for other in others if other.step_seconds < (1 + SAME) * best.step_seconds]
-    as_good = f" As good, within {SAME:.0%}: {', '.join(close)}." if close else ""
-    if best is base:
-        return f"{best.layout!r}: no other layout is faster here.{as_good}"
-    more = base.attention_seconds / best.attention_seconds
+    close = [other for other in others if other.step_seconds < (1 + SAME) * best.step_seconds]
+    as_good = f" As good, within {SAME:.0%}: {', '.join(repr(other.layout) for other in close)}." if close else ""
+    if len(choices) == 1:
+        return f"{best.layout!r}: nothing else was compared."
     wire = "" if best.hidden else "; some steps wait for the wire: more tokens a device, or fewer devices, hide it"
+    if best is base or base in close:
+        return f"{best.layout!r}: contiguous() is as fast as any here{wire}.{as_good}"
+    more = base.attention_seconds / best.attention_seconds
     return (
         f"{best.layout!r}: its attention is {more:.2f} times as fast as that of contiguous() (at best {bound:.2f}), "
         f"for the busiest device has {best.imbalance - 1:.0%} more to do than the mean, with contiguous() "
@@ -254,19 +286,23 @@ def _reason(choices: tuple[Choice, ...], base: Choice, bound: float) -> str:
     )
 
 
-def shortfall(found: Plan) -> str | None:
+def _usable(hardware: Hardware) -> float:
+    return hardware.memory * USABLE[hardware.platform]
+
+
+def _shortfall(best: Choice) -> str | None:
     """A sentence if the best layout does not fit into memory, with a number of devices on which it would; else None."""
-    if found.fits(found.best):
+    setting, usable = best.setting, _usable(best.setting.hardware)
+    need = sum(best.memory.values())
+    if need <= usable:
         return None
-    setting = found.best.setting
+    sequences = "a sequence" if setting.batch == 1 else f"{setting.batch} sequences"
     missing = (
-        f"A step with {setting.sequence_length:,} tokens on {setting.devices} devices needs "
-        f"{gigabytes(sum(found.best.memory.values()))} each, and {setting.hardware.name} has "
-        f"{gigabytes(int(setting.hardware.memory))}."
+        f"A step with {sequences} of {setting.sequence_length:,} tokens on {setting.devices} devices needs "
+        f"{gigabytes(need)} each, and of {setting.hardware.name} JAX can use {gigabytes(int(usable))}."
     )
     for doublings in range(1, 12):
         enough = setting.devices * 2**doublings
-        cost = estimate(setting, {"data": 1, "sequence": enough})
-        if cost.total_memory <= setting.hardware.memory:
+        if estimate(setting, {"data": 1, "sequence": enough}).total_memory <= usable:
             return f"{missing} On {enough} devices it would fit."
-    return f"{missing} Take a smaller model."
+    return f"{missing} Take a smaller model or batch."

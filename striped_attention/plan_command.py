@@ -5,9 +5,11 @@ import json
 import pathlib
 import re
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import rich.box
 import rich.console
 import rich.table
 import tyro
@@ -18,9 +20,10 @@ from striped_attention.bench.record import metadata
 from striped_attention.cost import gigabytes
 from striped_attention.hardware import HARDWARE
 from striped_attention.layout import Layout
-from striped_attention.mask import Mask
+from striped_attention.mask import Mask, packed
 from striped_attention.model import PRESETS
-from striped_attention.plan import Choice, Plan, packed, shortfall
+from striped_attention.plan import Choice, Plan
+from striped_attention.timeline import BACKWARD, tile_flops
 from striped_attention.training.config import Path, Whole
 from striped_attention.training.errors import UsageError
 
@@ -28,6 +31,7 @@ Texts = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="TEXT ...", help
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _SHADES = " ·░▒▓█"
 LARGEST_PICTURE = 32  # devices and steps, in characters
+WIDTH = 32  # of a timeline, in characters
 MOST_RECORDED = 256  # devices whose tiles go into the JSON
 
 
@@ -76,7 +80,8 @@ class PlanConfig:
 
     @property
     def tokens(self) -> int:
-        found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)", self.length.replace("_", "").replace(",", "").lower())
+        plain = re.sub(r"(?<=\d)[_,](?=\d{3}(?!\d))", "", self.length.lower())
+        found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)([kmg]?)", plain)
         tokens = float(found[1]) * _UNITS[found[2]] if found else 0.0
         if tokens < 1 or tokens != int(tokens):
             raise UsageError(f"--length must be a number of tokens, like 786432, 256k or 1M; got {self.length!r}.")
@@ -84,7 +89,7 @@ class PlanConfig:
 
     def make_mask(self) -> Mask:
         if self.mask == "documents":
-            return packed(self.tokens, self.document_length or 1800)
+            return packed(self.tokens, 1800 if self.document_length is None else self.document_length)
         if self.mask == "window":
             return sa.sliding_window(4096 if self.window is None else self.window)
         if self.mask == "prefix":
@@ -119,11 +124,11 @@ def run(config: PlanConfig) -> None:
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
-    if (missing := shortfall(found)) is not None:
-        raise UsageError(missing)
+    if found.shortfall is not None:
+        raise UsageError(found.shortfall)
     if config.output is not None:
         write(found, config, config.output)
-    width = None if sys.stdout.isatty() else 140
+    width = None if sys.stdout.isatty() else 120
     console = rich.console.Console(highlight=False, width=width)
     for part in show(found, config):
         console.print(part)
@@ -134,21 +139,35 @@ def run(config: PlanConfig) -> None:
 def show(found: Plan, config: PlanConfig) -> list[Any]:
     """What a person wants to read of a plan."""
     setting, best = found.setting, found.best
-    hardware, model = setting.hardware, setting.model
+    model = setting.model
+    most = best.tiles.sum(axis=1, dtype=np.int64).max() * tile_flops(best.setting, best.rates) * (1 + BACKWARD) / 1e12
     parts: list[Any] = [
-        f"{setting.sequence_length:,} tokens ({config.mask}) on {setting.devices} × {hardware.name}, {config.preset} "
-        f"({model.parameters / 1e9:.2f}B parameters, {model.heads}:{model.kv_heads} heads). "
-        f"A hop of keys and values is {gigabytes(best.setting.hop_bytes)}, on a wire of {setting.wire / 1e9:g} GB/s.",
+        f"{setting.sequence_length:,} tokens ({config.mask}) on {setting.devices} × {setting.hardware.name}, "
+        f"{config.preset} ({model.parameters / 1e9:.2f}B parameters, {model.heads}:{model.kv_heads} heads)",
         _table(found),
-        f"Choose [bold]{found.reason}[/bold]" if sys.stdout.isatty() else f"Choose {found.reason}",
-        _pictures(found),
-        f"Memory of a device with {best.layout!r}: "
-        + ", ".join(f"{what} {gigabytes(size)}" for what, size in best.memory.items()),
+        f"Choose {found.reason}",
+        _pictures(found, "work of device ↓ at step →", _heat),
+        _pictures(found, "computing █ or waiting · over time →, forward", _bars),
+        f"With {best.layout!r} the busiest device computes {most:,.2f} TFLOP for a layer's attention, forward and "
+        f"backward. A hop of keys and values is {gigabytes(best.setting.hop_bytes)}, on a wire of "
+        f"{setting.wire / 1e9:g} GB/s.",
+        f"Memory of a device: {gigabytes(sum(best.memory.values()))}. "
+        + ", ".join(f"{what} {gigabytes(size)}" for what, size in best.memory.items())
+        + ".",
+        *_doubts(found),
     ]
-    assumed = {choice.kernel: choice.rates.known for choice in found.choices}
-    parts.append("Speed of the kernels: " + "; ".join(f"{name} {known}" for name, known in assumed.items()) + ".")
-    if hardware.name not in ("h200", "cpu") and "cudnn" in assumed:
-        parts.append(f"Of {hardware.name} nothing is measured: its peak and memory are scaled from the H200's.")
+    return parts
+
+
+def _doubts(found: Plan) -> list[str]:
+    """What a plan rests on that nobody has measured."""
+    kernels: dict[str, list[str]] = {}
+    for choice in found.choices:
+        kernels.setdefault(f"{choice.kernel} ({choice.rates.known})", []).append(repr(choice.layout))
+    parts = ["Kernels: " + "; ".join(f"{name}: {', '.join(layouts)}" for name, layouts in kernels.items()) + "."]
+    name = found.setting.hardware.name
+    scaled = "" if name in ("h200", "cpu") else f"nothing was measured on {name}, its figures are scaled; "
+    parts.append(f"Assumed: {scaled}wires run at their full speed, and weights are gathered behind arithmetic.")
     if not all(choice.exact for choice in found.choices):
         parts.append("≤: counted row by row of tiles, which may be more than is run; such layouts may be faster.")
     return parts
@@ -156,51 +175,59 @@ def show(found: Plan, config: PlanConfig) -> list[Any]:
 
 def _table(found: Plan) -> rich.table.Table:
     shown = rich.table.Table(
-        *("layout", "kernel", "busiest / mean", "TFLOP a device", "attention, a layer", "waiting", "× contiguous"),
-        *("bound", "step", "tokens/s", "MFU", "memory"),
+        *("layout", "busiest / mean", "attention", "speed-up", "step", "tokens/s", "MFU"),
+        box=rich.box.SIMPLE_HEAD,
+        caption=f"attention: of one layer; speed-up: its, over contiguous(), at best {found.bound:.2f}",
+        caption_justify="left",
     )
     shown.columns[0].no_wrap = True
     for choice in found.choices:
         tiles = ("" if choice.exact else "≤ ") + f"{choice.imbalance:.2f}"
         shown.add_row(
-            *(repr(choice.layout), choice.kernel, tiles, f"{flops(choice) / 1e12:.2f}"),
-            *(seconds(choice.attention_seconds), f"{choice.waiting:.0%}", f"{found.speedup(choice):.2f}"),
-            *(f"{found.bound:.2f}", seconds(choice.step_seconds), f"{choice.tokens_per_second:,.0f}"),
-            *(f"{choice.mfu:.1%}", gigabytes(sum(choice.memory.values()))),
+            *(repr(choice.layout), tiles, seconds(choice.attention_seconds), f"{found.speedup(choice):.2f}"),
+            *(seconds(choice.step_seconds), f"{choice.tokens_per_second:,.0f}", f"{choice.mfu:.1%}"),
         )
     return shown
-
-
-def flops(choice: Choice) -> float:
-    """Of the busiest device, a layer's attention forward and backward, hidden pairs within tiles included."""
-    tile, model, slots = choice.rates.tile, choice.setting.model, choice.setting.slots
-    most = int(choice.tiles.sum(axis=1, dtype=np.int64).max())
-    return 3.5 * 4 * most * min(tile[0], slots) * min(tile[1], slots) * model.heads * model.head_dim
 
 
 def seconds(value: float) -> str:
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
 
 
-def _pictures(found: Plan) -> str:
-    """Device × step, as dark as there is work, for contiguous and the best layout side by side."""
+def _pictures(found: Plan, what: str, draw: Callable[[Choice], list[str]]) -> str:
+    """A drawing of contiguous and of the best layout, side by side."""
     shown = [found.baseline] + ([found.best] if found.best is not found.baseline else [])
-    most = max(int(choice.tiles.max()) for choice in shown)
-    drawn = [_heat(choice.tiles, most) for choice in shown]
-    names = [f"{choice.layout!r}: work of device ↓ at step →" for choice in shown]
-    widths = [max(len(name), *map(len, lines)) + 4 for name, lines in zip(names, drawn, strict=True)]
-    rows = [names, *zip(*drawn, strict=True)]
-    lines = ["".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join(lines)
+    drawn = [[f"{choice.layout!r}", *draw(choice)] for choice in shown]
+    widths = [max(map(len, lines)) + 4 for lines in drawn]
+    rows = [
+        "".join(line.ljust(width) for line, width in zip(row, widths, strict=True)).rstrip()
+        for row in zip(*drawn, strict=True)
+    ]
+    return "\n".join([what, *rows])
 
 
-def _heat(tiles: np.ndarray, most: int) -> list[str]:
-    """Lines of shaded characters; with many devices a character is the busiest of several."""
-    size = min(len(tiles), LARGEST_PICTURE)
-    edges = np.linspace(0, len(tiles), size + 1).astype(int)[:-1]
+def _heat(choice: Choice) -> list[str]:
+    """Device × step, as dark as there is work; with many devices a character is the busiest of several."""
+    tiles = choice.tiles
+    edges = np.linspace(0, len(tiles), min(len(tiles), LARGEST_PICTURE) + 1).astype(int)[:-1]
     pooled = np.maximum.reduceat(np.maximum.reduceat(tiles, edges, axis=0), edges, axis=1)
-    shade = np.ceil(pooled / max(1, most) * (len(_SHADES) - 1)).astype(int)
-    return ["".join(_SHADES[value] for value in row) for row in shade]
+    shade = np.ceil(pooled / max(1, tiles.max()) * (len(_SHADES) - 1)).astype(int)
+    return ["".join(_SHADES[value] for value in row) for row in shade] + [f"█ is {tiles.max():,} tiles"]
+
+
+def _bars(choice: Choice) -> list[str]:
+    """When a device computes and when it waits, for some devices from the first to the last."""
+    setting = choice.setting
+    if setting.devices > MOST_RECORDED:
+        return [f"{seconds(choice.forward_seconds)}"]
+    forward, _ = choice.timelines()
+    lines = []
+    for device in np.unique(np.linspace(0, setting.devices - 1, 8).astype(int)):
+        moments = (np.arange(WIDTH) + 0.5) / WIDTH * forward.seconds
+        step = np.searchsorted(forward.begin[device], moments, side="right") - 1
+        busy = moments < forward.begin[device, step] + forward.work[device, step]
+        lines.append("".join("█" if now else "·" for now in busy) + f" {device}")
+    return [*lines, seconds(forward.seconds)]
 
 
 def document(found: Plan, config: PlanConfig) -> dict[str, Any]:
@@ -221,6 +248,7 @@ def document(found: Plan, config: PlanConfig) -> dict[str, Any]:
                 **{"over_contiguous": found.speedup(choice), "waiting": choice.waiting, "hidden": choice.hidden},
                 **{"step_seconds": choice.step_seconds, "tokens_per_second": choice.tokens_per_second},
                 **{"mfu": choice.mfu, "memory": choice.memory, "tiles": choice.tiles.tolist() if small else None},
+                "flops": choice.flops.tolist() if small else None,
                 "timelines": [_record(line) for line in choice.timelines()] if small else None,
             }
             for choice in found.choices

@@ -20,6 +20,7 @@ from striped_attention.hardware import Hardware, Rate, Rates
 from striped_attention.layout import Layout, contiguous
 from striped_attention.mask import Mask
 from striped_attention.model import ModelConfig
+from striped_attention.ring import sends_backward
 
 BACKWARD = 2.5  # the FLOPs of attention's backward pass, in forward passes
 _CONTIGUOUS = contiguous()
@@ -125,22 +126,23 @@ class Pass:
         return Timeline(np.stack(begins, axis=1), work, self.sent / self.wire, self.sent, float(ends.max()))
 
 
-def passes(setting: Setting, rates: Rates, tiles: Counts) -> tuple[Pass, Pass]:
-    """The two passes of a layer's attention over the steps that somebody needs."""
-    model, batch, slots, hardware = setting.model, setting.batch, setting.slots, setting.hardware
-    blocks = np.ascontiguousarray(tiles.T)
-    if setting.mask.length is None:  # then it is known to everybody which steps nobody needs
-        needed = np.append(True, blocks[1:].any(axis=1))  # the first is everybody's own
-        blocks = blocks if needed.all() else blocks[needed]
+def tile_flops(setting: Setting, rates: Rates) -> int:
+    """FLOPs of a tile, forward: of all heads and of all sequences that have no documents of their own."""
+    model, slots = setting.model, setting.slots
     area = min(rates.tile[0], slots) * min(rates.tile[1], slots)
-    # A mask with documents counts the tiles of all sequences of a batch, others those of one.
-    dim = -(-model.head_dim // rates.lanes) * rates.lanes
-    flops = 4 * area * model.heads * dim * (batch if setting.mask.length is None else 1)
-    elements = batch * slots * model.heads * model.head_dim
+    return 4 * area * model.heads * model.head_dim * (setting.batch // setting.mask.rows)
+
+
+def passes(setting: Setting, rates: Rates, tiles: Counts, needed: np.ndarray) -> tuple[Pass, Pass]:
+    """The two passes of a layer's attention over the steps that are needed."""
+    model, hardware = setting.model, setting.hardware
+    blocks = np.ascontiguousarray(tiles.T if needed.all() else tiles.T[needed])
+    wide = -(-model.head_dim // rates.lanes) * rates.lanes / model.head_dim
+    elements = setting.batch * setting.slots * model.heads * model.head_dim
     hops = len(blocks) - 1
 
     def make(rate: Rate, factor: float, order: list[int], part: list[float], sent: list[float]) -> Pass:
-        per_tile = factor * flops / (rate.efficiency * hardware.peak)
+        per_tile = factor * wide * tile_flops(setting, rates) / (rate.efficiency * hardware.peak)
         per_step = rate.query_bytes * elements / hardware.bandwidth + rate.seconds
         return Pass(blocks, np.array(order), np.array(part), per_tile, per_step, np.array(sent), setting.wire)
 
@@ -151,5 +153,5 @@ def passes(setting: Setting, rates: Rates, tiles: Counts) -> tuple[Pass, Pass]:
     if not hops:
         return forward, make(rates.backward, BACKWARD, order, [1.0], [0.0])
     halves = [0.5, *[1.0] * hops, 0.5]
-    sent = [kv * (step < hops) + sums * (step > 1) for step in range(hops + 2)]
+    sent = [kv * (step < sends_backward(hops)) + sums * (step > 1) for step in range(hops + 2)]
     return forward, make(rates.backward, BACKWARD, [*order, 0], halves, sent)

@@ -57,7 +57,7 @@ def test_examples_of_the_documentation_run_word_for_word(name):
         run(block, XLA_FLAGS="--xla_force_host_platform_device_count=8", JAX_PLATFORMS="cpu")
 
 
-def test_the_notebook_runs_and_shows_what_it_prints():
+def test_the_notebook_runs_and_shows_what_it_prints(tmp_path):
     cells = [
         cell
         for cell in json.loads((ROOT / "examples" / "planning.ipynb").read_text())["cells"]
@@ -65,7 +65,7 @@ def test_the_notebook_runs_and_shows_what_it_prints():
     ]
     code = "\n".join("".join(cell["source"]) for cell in cells)
     shown = "".join("".join(output.get("text", "")) for cell in cells for output in cell["outputs"])
-    assert run(code, MPLBACKEND="agg", HOME=str(ROOT)) == shown
+    assert run(code, MPLBACKEND="agg", MPLCONFIGDIR=str(tmp_path)) == shown
     assert sum("image/png" in output.get("data", {}) for cell in cells for output in cell["outputs"]) == 4
 
 

@@ -14,8 +14,10 @@ import striped_attention as sa
 from striped_attention.cost import matrix_flops
 from striped_attention.count import count_tile_rows, count_tiles
 from striped_attention.hardware import HARDWARE, MATRIX_EFFICIENCY, RATES
+from striped_attention.mask import packed
 from striped_attention.model import PRESETS, ModelConfig
-from striped_attention.plan import packed, shortfall
+from striped_attention.plan import MOST_DEVICES
+from striped_attention.ring import needed_offsets, sends_backward
 from striped_attention.timeline import Pass
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
@@ -57,6 +59,15 @@ def test_rows_of_tiles_count_what_blocks_count(layout):
                 assert exact or not wide, (devices, length, name, tile)
                 assert exact or name not in ("causal", "full", "prefix")
                 assert (found == truth).all() if exact else (found >= truth).all(), (devices, length, name, tile)
+
+
+def test_the_longest_text_there_is_can_be_counted():
+    """Positions are int32; nothing may run over."""
+    length, tile = 2**31 - 2, (2**20, 2**20)
+    for layout in (sa.contiguous(), sa.striped(2**20), sa.zigzag()):
+        found, exact = count_tile_rows(layout, sa.causal(), length, 1, tile)
+        assert exact
+        assert found.tolist() == [[2048 * 2049 // 2]]
 
 
 def _attention_rows():
@@ -174,7 +185,7 @@ def test_a_causal_plan_finds_the_known_speedup():
     assert found.baseline.waiting > 0.4
     assert found.best.waiting < 0.01
     assert repr(found.best.layout) in found.reason
-    assert shortfall(found) is None
+    assert found.shortfall is None
     forward, backward = found.best.timelines()
     assert forward.begin.shape == forward.work.shape == (8, 8)
     assert backward.begin.shape == (8, 9)
@@ -219,9 +230,76 @@ def test_steps_that_nobody_needs_are_left_out():
 def test_a_text_that_does_not_fit_says_what_would():
     found = sa.plan(8, 4_194_304, hardware="a100")
     assert not found.fits(found.best)
-    assert "would fit" in shortfall(found)
-    enough = int(shortfall(found).split("On ")[1].split()[0])
-    assert shortfall(sa.plan(enough, 4_194_304, hardware="a100", layouts=[])) is None
+    assert "JAX can use 60.00 GB" in found.shortfall
+    enough = int(found.shortfall.split("On ")[1].split()[0])
+    assert sa.plan(enough, 4_194_304, hardware="a100", layouts=[]).shortfall is None
+    assert "8 sequences" in sa.plan(8, 2**20, hardware="a100", batch=8).shortfall
+
+
+def test_the_ring_of_a_plan_makes_the_steps_and_sends_the_bytes_of_the_real_one():
+    for devices, known in ((2, sa.causal()), (4, sa.causal()), (5, sa.causal()), (8, sa.sliding_window(3000))):
+        for mask in (known, known & packed(16_000)):
+            found = sa.plan(devices, 16_000, mask=mask, model="debug", hardware="v5p")
+            for choice in found.choices:
+                padded = choice.layout.padded_length(16_000, devices)
+                offsets = needed_offsets(choice.layout, mask.window, mask.prefix, 16_000, padded, devices)
+                assert tuple(np.flatnonzero(choice.needed)) == offsets
+                hops = len(offsets) - 1
+                forward, backward = choice.timelines()
+                kv = 2 * padded // devices * 2 * 32 * 2  # k and v, 2 heads of 32, bf16
+                assert forward.sent.sum() == hops * kv
+                assert backward.sent.sum() == sends_backward(hops) * kv + 2 * hops * kv
+
+
+def test_a_ring_that_leaves_its_node_waits_for_the_slower_wire():
+    within, beyond = (sa.plan(devices, 4096 * devices, model="1b", hardware="h100").best for devices in (8, 16))
+    assert within.hidden
+    assert not beyond.hidden
+    forward, _ = beyond.timelines()
+    np.testing.assert_allclose(forward.transfer[:-1], 2 * 4096 * 16 * 128 * 2 / 50e9)
+    assert beyond.forward_seconds == pytest.approx(15 * forward.transfer[0] + forward.work[0, -1])
+    assert beyond.waiting == pytest.approx(1 - (_mean(beyond, 0) + _mean(beyond, 1)) / beyond.attention_seconds)
+    assert "wait for the wire" in sa.plan(16, 65_536, model="1b", hardware="h100").reason
+
+
+def _mean(choice, which):
+    return choice.timelines()[which].work.sum(axis=1).mean()
+
+
+def test_gathering_weights_takes_time_where_arithmetic_is_short():
+    slow = dataclasses.replace(HARDWARE["h100"], wire=1e9)
+    quick, waits = (sa.plan(8, 4096, model="7b", hardware=hardware, layouts=[]).best for hardware in ("h100", slow))
+    weights = 7 / 8 * (waits.setting.model.parameters) * (2 * 2 + 4)  # twice in bf16, their gradients in float32
+    assert waits.step_seconds - 32 * waits.attention_seconds == pytest.approx(weights / 1e9, rel=0.01)
+    assert quick.step_seconds - 32 * quick.attention_seconds < weights / 1e9 / 10
+
+
+def test_documents_of_a_batch_are_counted_once_each():
+    """One row of documents for all of a batch, or the same one for each of them: the same work."""
+    mask = packed(16_384, median=500)
+    four = dataclasses.replace(mask, lo=np.tile(mask.lo, (4, 1)))
+    shared, own = (sa.plan(4, 16_384, mask=m, batch=4, model="1b", hardware="h100") for m in (mask, four))
+    single = sa.plan(4, 16_384, mask=mask, model="1b", hardware="h100")
+    for a, b in zip(shared.choices, own.choices, strict=True):
+        assert a.attention_seconds == pytest.approx(b.attention_seconds)
+        assert a.mfu == pytest.approx(b.mfu)
+        np.testing.assert_allclose(a.flops, b.flops)
+    assert 3 < shared.best.attention_seconds / single.best.attention_seconds < 4
+    np.testing.assert_allclose(shared.baseline.flops, 4 * single.baseline.flops)
+
+
+def test_useful_work_is_that_of_the_visible_pairs():
+    for name, mask in masks(130).items():
+        found = sa.plan(2, 130, mask=mask, batch=2, model="debug", hardware="v5p", layouts=[]).best
+        model = PRESETS["debug"]
+        pairs = int(mask.dense(130).sum()) * 2 // mask.rows
+        useful = found.mfu * found.step_seconds * HARDWARE["v5p"].peak * 2
+        assert useful == pytest.approx(matrix_flops(model, 260) + 12 * model.layers * model.dim * pairs), name
+
+
+def test_where_no_layout_is_better_a_plan_says_so():
+    assert "contiguous() is as fast as any here." in sa.plan(8, 65_536, mask=sa.full(), model="1b").reason
+    assert "nothing else was compared" in sa.plan(8, 65_536, model="1b", layouts=[]).reason
 
 
 @pytest.mark.parametrize(
@@ -237,6 +315,13 @@ def test_a_text_that_does_not_fit_says_what_would():
         ((8, 1024), {"kernel": "cudnn", "hardware": "v4"}, "Nothing is known of it on a tpu"),
         ((8, 1024), {"mask": packed(512)}, "512"),
         ((8, 1024), {"batch": 0}, "batch must be"),
+        ((MOST_DEVICES + 1, 2**20), {}, f"at most {MOST_DEVICES}; got {MOST_DEVICES + 1} devices"),
+        ((8, 1024), {"mask": packed(1024).permute(sa.striped(), 8)}, "before mask.permute"),
+        ((8, 1024), {"mask": sa.documents(np.zeros((3, 1024), int)), "batch": 2}, "each of the batch of 2; got 3"),
+        ((8, 1024), {"mask": "causal"}, "mask must be a mask"),
+        ((8, 1024), {"layouts": ["striped(1)"]}, "layouts must be a list of layouts"),
+        ((8, 1024), {"hardware": None}, "hardware must be one of"),
+        ((8, 1024), {"hardware": dataclasses.replace(H200, platform="abacus")}, "Nothing is known of it on a abacus"),
     ],
 )
 def test_nonsense_is_refused_in_one_line(arguments, options, message):

@@ -1,11 +1,14 @@
 """`striped plan`: what it prints, what it keeps, what it refuses."""
 
+import io
 import json
 import sys
 
 import numpy as np
 import pytest
+import rich.console
 
+import striped_attention as sa
 from striped_attention import cli, plan_command
 from striped_attention.plan_command import PlanConfig
 
@@ -23,9 +26,37 @@ def test_a_plan_names_the_best_layout_and_draws_the_imbalance(capsys):
     assert "As good, within 2%: striped(1)." in text
     for row in ("▒       ", "▒███    ", "▒███████"):  # contiguous: device d has d blocks besides its own
         assert f"\n{row}" in text
-    assert text.count("▒▒▒▒▒▒▒▒") == 8
-    assert "cudnn measured on an H200; xla assumed, not measured" in text
+    text = " ".join(text.split())
+    assert "cudnn (measured on an H200): zigzag(), striped(1), contiguous()" in text
+    assert "xla (assumed, not measured): striped(64), striped(256)" in text
     assert "kept for the backward pass" in text
+    assert "computes 123.21 TFLOP" in text  # 7 × (256 Ki)² / 8 × 16 × 128 × 2 of useful ones, and a little more
+
+
+def test_a_narrow_terminal_shows_all_of_the_plan():
+    config = PlanConfig(devices=8, length="256k", preset="1b", hardware="h200")
+    found = sa.plan(8, 262_144, model="1b", hardware="h200")
+    with io.StringIO() as file:
+        console = rich.console.Console(width=80, file=file)
+        for part in plan_command.show(found, config):
+            console.print(part)
+        text = file.getvalue()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    base = found.baseline
+    (row,) = (line.split() for line in text.splitlines() if line.startswith("  contiguous() "))
+    assert row == [
+        *("contiguous()", f"{base.imbalance:.2f}", f"{base.attention_seconds * 1e3:.2f}", "ms", "1.00"),
+        *(f"{base.step_seconds:.2f}", "s", f"{base.tokens_per_second:,.0f}", f"{base.mfu:.1%}"),
+    ]
+
+
+def test_a_timeline_shows_who_waits(capsys):
+    _, text, _ = run(capsys, "--devices", 2, "--length", "64k", "--preset", "1b", "--hardware", "h200")
+    lines = [line for line in text.splitlines() if line.endswith(" 1") and "█" in line]
+    assert lines[0].startswith("█" * 32 + " 1")  # the last device of contiguous never waits
+    first = next(line for line in text.splitlines() if line.endswith(" 0") and "█" in line)
+    assert 9 <= first[:32].count("█") <= 14
 
 
 def test_the_json_has_all_of_it(capsys, tmp_path):
@@ -57,7 +88,8 @@ def test_counts_that_may_be_too_many_say_so(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("length", "tokens"), [("786432", 786_432), ("256k", 262_144), ("1M", 2**20), ("1.5M", 3 * 2**19), ("1_000", 1000)]
+    ("length", "tokens"),
+    [("786432", 786_432), ("256k", 262_144), ("1M", 2**20), ("1.5M", 3 * 2**19), ("1_000", 1000), ("1,048,576", 2**20)],
 )
 def test_lengths_are_written_as_people_write_them(length, tokens):
     assert PlanConfig(devices=8, length=length).tokens == tokens
@@ -73,7 +105,11 @@ def test_lengths_are_written_as_people_write_them(length, tokens):
         ),
         (["--devices", "8", "--length", "0"], "--length must be a number of tokens"),
         (["--devices", "8", "--length", "2G"], "at most 2147483647"),
-        (["--devices", "8", "--length", "64M"], "each, and h100 has 80.00 GB. On 1024 devices it would fit."),
+        (["--devices", "8", "--length", "64M"], "of h100 JAX can use 60.00 GB. On 1024 devices it would fit."),
+        (["--devices", "8", "--length", "3G", "--mask", "documents"], "at most 2147483647"),
+        (["--devices", "8", "--length", "9" * 400], "--length must be a number of tokens"),
+        (["--devices", "8", "--length", "1,5M"], "--length must be a number of tokens"),
+        (["--devices", "8", "--length", "1M", "--mask", "documents", "--document-length", "0"], "median must be"),
         (["--devices", "8", "--length", "1M", "--hardware", "z80"], "--hardware must be one of a100, h100"),
         (["--devices", "8", "--length", "1M", "--preset", "70b"], "--preset must be one of debug, 1b"),
         (["--devices", "8", "--length", "1M", "--kernel", "magic"], "--kernel must be one of auto, cudnn, xla"),
@@ -100,9 +136,8 @@ def test_an_output_that_cannot_be_written_is_refused(capsys, tmp_path):
 
 
 def test_many_devices_are_drawn_as_the_busiest_of_several():
-    tiles = np.zeros((128, 128), int)
-    tiles[100, 3] = 7
-    lines = plan_command._heat(tiles, 7)
+    found = sa.plan(128, 2**20, model="1b")
+    *lines, scale = plan_command._heat(found.baseline)
     assert len(lines) == len(lines[0]) == plan_command.LARGEST_PICTURE
-    assert lines[25][0] == "█"
-    assert sum(line.count("█") for line in lines) == 1
+    assert [line.count("█") for line in lines] == list(range(1, 33))
+    assert scale == f"█ is {found.baseline.tiles.max():,} tiles"
