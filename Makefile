@@ -5,7 +5,7 @@ CASES ?= 1000
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help setup demo test test-gpu lint fuzz bench clean
+.PHONY: help setup demo test test-gpu lint fuzz bench report clean
 
 help:
 	@echo "make demo    train a small model on 8 virtual devices, and see what the stripes are worth"
@@ -13,6 +13,7 @@ help:
 	@echo "make test-gpu    the tests that need an NVIDIA GPU      (JAX='jax[cuda13]')"
 	@echo "make fuzz    random cases against the oracle           (CASES=10000)"
 	@echo "make bench   compare with other libraries on this CPU  (installs the extra 'peers', with torch)"
+	@echo "make report  draw the recorded results: report.html, docs/results.md and its figures"
 	@echo "make setup   only create $(VENV) and install           (make clean removes it)"
 
 setup: $(VENV)/ready
@@ -54,6 +55,10 @@ bench: setup
 	$(RUN) -m pip install --quiet --disable-pip-version-check -e ".[peers]"
 	$(RUN) benchmarks/cpu_peers.py
 	$(RUN) benchmarks/cpu_balance.py
+
+report: setup
+	$(VENV)/bin/striped report --output report.html --figures docs/figures
+	$(RUN) benchmarks/results_page.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -16,10 +16,12 @@ def main(arguments: list[str] | None = None) -> int:
 
         from striped_attention import plan_command
         from striped_attention.bench.config import BenchConfig
+        from striped_attention.report.config import ReportConfig
         from striped_attention.training.config import TrainConfig
     except ModuleNotFoundError as error:
-        return _missing(error)
-    commands = {"train": TrainConfig, "bench": BenchConfig, "plan": plan_command.PlanConfig}
+        asked = sys.argv[1:] if arguments is None else arguments
+        return _missing(error, "report" if asked[:1] == ["report"] else "train")
+    commands = {"train": TrainConfig, "bench": BenchConfig, "plan": plan_command.PlanConfig, "report": ReportConfig}
     cli = functools.partial(
         tyro.extras.subcommand_cli_from_dict, prog="striped", config=(tyro.conf.FlagCreatePairsOff,)
     )
@@ -29,6 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
         if isinstance(config, plan_command.PlanConfig):
             plan_command.run(config)
             return 0
+        if isinstance(config, ReportConfig):
+            return report(config)
         return train(config) if isinstance(config, TrainConfig) else bench(config)
 
     return _guard(run)
@@ -71,6 +75,16 @@ def bench(config: Any) -> int:
     return 0
 
 
+def report(config: Any) -> int:
+    """`striped report`."""
+    try:
+        from striped_attention.report.command import run
+    except ModuleNotFoundError as error:
+        return _missing(error, "report")
+    run(config)
+    return 0
+
+
 def _guard(run: Callable[[], int], name: str = "striped") -> int:
     """Run, and turn what a user can mend into one line, which `name` begins, and an exit code."""
     from striped_attention.training.errors import Diverged, UsageError
@@ -94,9 +108,11 @@ def _lost_contact(error: Exception) -> bool:
     return any(word in str(error) for word in ("Gloo", "NCCL", "heartbeat", "Connection closed by peer"))
 
 
-def _missing(error: ModuleNotFoundError) -> int:
+def _missing(error: ModuleNotFoundError, extra: str = "train") -> int:
+    """Say which package is missing, and the extra of this one that brings it."""
+    package = str(error.name).split(".")[0]
     print(
-        f"striped: the command needs the package {error.name}: pip install 'striped-attention[train]'", file=sys.stderr
+        f"striped: the command needs the package {package}: pip install 'striped-attention[{extra}]'", file=sys.stderr
     )
     return 2
 

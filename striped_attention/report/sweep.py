@@ -1,0 +1,175 @@
+"""Sweep: what the gain over contiguous depends on besides length: the kernel's tile, the mask, how many devices."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import striped_attention as sa
+from striped_attention.report import figures
+from striped_attention.report.figures import Line, Panel
+from striped_attention.report.read import Document, of
+from striped_attention.report.section import Section, bound, is_striped, newest, number, plain, ratio, tokens, words
+from striped_attention.report.speed import ATTENTION, BOUND, BOUND_NAME, TIMES
+from striped_attention.report.style import of_layout
+
+
+def tiles(documents: Sequence[Document]) -> Section | None:
+    """Speed-up over the size of a kernel's tile."""
+    rows, sources = newest(of(documents, "tiles"), "rows", ("tile", "length", "devices", "layout"))
+    found: dict[tuple[int, int], dict[str, Line]] = {}
+    for row in rows:
+        if plain(row["layout"]) != "contiguous":
+            lines = found.setdefault((row["devices"], row["length"]), {})
+            lines.setdefault(plain(row["layout"]), []).append((_edge(row["tile"]), ratio(row)))
+    if not found:
+        return None
+    panels = [Panel(f"{n} devices, {length:,} tokens", lines, bound(n)) for (n, length), lines in sorted(found.items())]
+    best = max((row for row in rows if plain(row["layout"]) != "contiguous"), key=ratio)
+    return Section(
+        name="tiles",
+        title=(
+            f"The gain depends on the kernel's tile: {plain(best['layout'])} gains most, {ratio(best):.2f} times, "
+            f"with tiles of {_edge(best['tile'])}"
+        ),
+        caption=(
+            f"A kernel works on tiles, squares of so many queries by so many keys, and skips those that are hidden "
+            f"altogether. Large tiles skip less: the stripes' diagonal is in every one of their blocks. {BOUND}"
+        ),
+        sources=sources,
+        draw=functools.partial(
+            figures.curves,
+            panels,
+            "queries of a tile, and as many keys",
+            TIMES,
+            x_format=lambda tile: f"{tile:g}",
+            colours=of_layout,
+            bound_name=BOUND_NAME,
+            floor=1.0,
+        ),
+    )
+
+
+def _edge(tile: Any) -> int:
+    """A tile's queries, however it was written: 256, [256, 256], "256x256"."""
+    return number(tile) if isinstance(tile, str) else int(tile[0] if isinstance(tile, list | tuple) else tile)
+
+
+def masks(documents: Sequence[Document]) -> Section | None:
+    """Speed-up for every mask."""
+    rows, sources = newest(of(documents, "masks"), "rows", ("mask", "devices", "length", "layout"))
+    shown = [row for row in rows if plain(row["layout"]) != "contiguous"]
+    if not shown:
+        return None
+    devices, length = max((row["devices"], row["length"]) for row in shown)
+    shown = [row for row in shown if (row["devices"], row["length"]) == (devices, length)]
+    bars: dict[str, dict[str, float]] = {}
+    for row in shown:
+        bars.setdefault(row["mask"], {})[plain(row["layout"])] = ratio(row)
+    wins = {mask: max(layouts, key=lambda name: layouts[name]) for mask, layouts in bars.items()}
+    best = max(sorted(set(wins.values())), key=list(wins.values()).count)
+    won = words([mask for mask, layout in wins.items() if layout == best])
+    every = len(set(wins.values())) == 1
+    return Section(
+        name="masks",
+        title=f"{best} gains most under every mask"
+        if every
+        else f"Which layout is best depends on the mask; {best} is for {won}",
+        caption=(
+            f"A mask says which earlier tokens a token sees. {length:,} tokens on {devices} devices, forward and "
+            f"backward. The dashed line is the most that balance could give with that mask."
+        ),
+        sources=sources,
+        draw=functools.partial(
+            figures.groups, bars, {row["mask"]: float(row["bound"]) for row in shown}, TIMES, of_layout
+        ),
+    )
+
+
+def scaling(documents: Sequence[Document]) -> Section | None:
+    """Speed-up over devices: measured rings, and what the planner expects of larger ones."""
+    rows, sources = newest(of(documents, "gpu"), "summary", ATTENTION)
+    measured: dict[int, Line] = {}
+    for row in rows:
+        if row["layout"] == "striped(1)" and row["heads"] == "16:16":
+            measured.setdefault(row["length"], []).append((row["members"], ratio(row)))
+    lines = {f"measured, {tokens(n)} tokens": points for n, points in sorted(measured.items()) if len(points) > 1}
+    single = sorted(n for n, points in measured.items() if len(points) == 1)
+    if single:
+        name = " to ".join(dict.fromkeys((tokens(single[0]), tokens(single[-1]))))
+        lines[f"measured, {name} tokens"] = [measured[n][0] for n in single]
+    if not lines:
+        return None
+    shrinks = any(max(points)[1] < max(y for _, y in points) for points in lines.values())
+    planned = planned_scaling()
+    lines["planned, 32k tokens a device"] = planned
+    devices = sorted({x for points in lines.values() for x, _ in points})
+    panel = Panel("attention, striped(1)", lines, [(n, bound(int(n))) for n in devices])
+    return Section(
+        name="scaling",
+        title=(
+            f"With 32k tokens a device the gain should grow with the ring, to {planned[-1][1]:.2f} times on "
+            f"{planned[-1][0]:.0f} devices" + ("; with short texts it shrinks" if shrinks else "")
+        ),
+        caption=(
+            "More devices make contiguous pieces more unfair, and the gain larger, as long as each device has enough "
+            "to do; with few tokens on each, fixed costs of a step weigh more than balance. Measured lines are one "
+            "GPU as the busiest member of a ring; the planned line is worked out by striped plan for H200s, with "
+            "transfers, and has not been measured."
+        ),
+        sources=sources,
+        draw=functools.partial(
+            figures.curves,
+            [panel],
+            "devices in the ring",
+            TIMES,
+            x_format=lambda n: f"{n:g}",
+            bound_name=BOUND_NAME,
+            floor=1.0,
+        ),
+    )
+
+
+@functools.cache
+def planned_scaling() -> Line:
+    """Devices and speed-up of attention that the planner expects on H200s, with 32,768 tokens on each."""
+    found = []
+    for devices in (2, 8, 16, 64, 256):
+        plan = sa.plan(devices, 32_768 * devices, hardware="h200", model="1b", layouts=[sa.striped()])
+        striped = next(choice for choice in plan.choices if is_striped(repr(choice.layout)))
+        found.append((float(devices), plan.speedup(striped)))
+    return found
+
+
+def throughput(documents: Sequence[Document]) -> Section | None:
+    """Tokens a second over devices, from the suite `scale`."""
+    key = ("preset", "length", "devices", "hardware", "layout")
+    rows, sources = newest(of(documents, "scale"), "rows", key)
+    found: dict[str, dict[str, Line]] = {}
+    for row in rows:
+        how = "measured" if row["measured"] else "planned"
+        lines = found.setdefault(f"{row['preset']}, {row['hardware']}, {tokens(row['length'])} tokens, {how}", {})
+        lines.setdefault(plain(row["layout"]), []).append((row["devices"], row["tokens_per_second"]))
+    if not found:
+        return None
+    most = max(rows, key=lambda row: row["tokens_per_second"])
+    return Section(
+        name="throughput",
+        title=(
+            f"{most['devices']} devices train on {most['tokens_per_second']:,.0f} tokens a second with "
+            f"{plain(most['layout'])}" + ("" if most["measured"] else ", says the planner")
+        ),
+        caption=(
+            "Tokens a second of whole training steps, all devices together. Where it says planned, times are worked "
+            "out from counted work and the known speed of the hardware."
+        ),
+        sources=sources,
+        draw=functools.partial(
+            figures.curves,
+            [Panel(name, lines) for name, lines in found.items()],
+            "devices",
+            "tokens a second",
+            x_format=lambda n: f"{n:g}",
+            colours=of_layout,
+            log_y=True,
+        ),
+    )

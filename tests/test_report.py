@@ -1,0 +1,270 @@
+"""The report: result files read and refused, every figure drawn from small ones, a page that any browser shows."""
+
+import dataclasses
+import json
+import pathlib
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from striped_attention._version import __version__
+from striped_attention.cli import main
+from striped_attention.report import figures, style
+from striped_attention.report.command import write_figures
+from striped_attention.report.contents import gather
+from striped_attention.report.read import Document, read
+
+ROOT = pathlib.Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+LAYOUTS = ("contiguous()", "striped(1)", "striped(256)", "zigzag()")
+
+
+def content(benchmark, **more):
+    return {
+        **{"benchmark": benchmark, "started": "2026-01-01T00:00:00+00:00", "git": {"commit": "a" * 40, "dirty": False}},
+        **{"versions": {"striped-attention": __version__}, "configuration": {"devices": 2}, **more},
+    }
+
+
+def times(layout):
+    return {"forward": 1.0, "both": 1.0} if layout == "contiguous()" else {"forward": 1.4, "both": 1.5}
+
+
+def layouts():
+    rows = [{"layout": x, "both": 1.0, "over_contiguous": times(x), "bound": 1.5} for x in LAYOUTS]
+    wall = [{**row, "length": n} for row in rows for n in (1024, 2048)]
+    paths = [{**row, "length": 2048, "devices": 4, "seconds": np.tri(4).tolist()} for row in rows]
+    return content("layouts", wall={"devices": 2, "rows": wall}, critical_path={"rows": paths})
+
+
+def tiles():
+    rows = [(tile, x) for tile in (64, 128) for x in LAYOUTS]
+    more = {"length": 1024, "devices": 2, "both": 1.0}
+    return content(
+        "tiles", rows=[{"tile": t, "layout": x, "over_contiguous": times(x)["both"], **more} for t, x in rows]
+    )
+
+
+def masks():
+    rows = [
+        {"mask": mask, "devices": 4, "length": 1024, "layout": x, "over_contiguous": times(x)["both"], "bound": 1.75}
+        for mask in ("causal", "documents(256)")
+        for x in LAYOUTS
+    ]
+    return content("masks", rows=rows)
+
+
+def scale():
+    common = {"preset": "1b", "length": 65_536, "hardware": "h200", "layout": "striped(1)", "measured": False}
+    return content("scale", rows=[{**common, "devices": n, "tokens_per_second": 1e4 * n} for n in (8, 16)])
+
+
+def positions():
+    common = {"length": 1024, "layout": "striped(1)", "devices": 4}
+    return content("positions", rows=[{**common, "positions": "rotary", "error": 1e-6}])
+
+
+def overhead():
+    rows = [{"length": 1024, "what": what, "seconds": s} for what, s in (("attention", 0.3), ("feed-forward", 0.1))]
+    return content("overhead", rows=rows)
+
+
+SMALL = {
+    "speedup-cpu": (layouts, "On CPUs balanced layouts are 1.50 times as fast as contiguous"),
+    "tiles": (tiles, "striped(1) gains most, 1.50 times, with tiles of 64"),
+    "masks": (masks, "striped(1) gains most under every mask"),
+    "throughput": (scale, "16 devices train on 160,000 tokens a second with striped(1), says the planner"),
+    "accuracy": (positions, "The largest error of any check is 1e-06"),
+    "overhead": (overhead, "With 1,024 tokens, attention takes most of the time: 75 %"),
+}
+
+
+def draw(section):
+    with style.drawing():
+        return style.svg(section.draw(), section.name)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_small_result_makes_a_figure_whose_title_is_the_finding(name):
+    make, finding = SMALL[name]
+    found = {s.name: s for s in gather([Document(pathlib.Path("small.json"), make())]).sections}
+    assert finding in found[name].title
+    assert "small.json" in found[name].source
+    assert "commit aaaaaaa" in found[name].source
+    text = draw(found[name])
+    assert text.startswith("<svg")
+    assert "<text" in text, "words stay words, which a reader can search"
+
+
+def test_measured_work_comes_before_counted_work():
+    section = gather([Document(pathlib.Path("small.json"), layouts())]).sections[0]
+    text = draw(section)
+    assert section.name == "work"
+    assert text.index("measured, causal, 2k") < text.index("counted, causal")
+
+
+def test_a_plan_is_drawn_as_it_was_written(tmp_path):
+    path = tmp_path / "plan.json"
+    options = ["--devices", "4", "--length", "8k", "--mask", "window", "--hardware", "h200", "--preset", "1b"]
+    assert main(["plan", *options, "--output", str(path)]) == 0
+    sections = {section.name: section for section in gather(read([path])).sections}
+    assert "counted, window" in draw(sections["work"])
+    assert "8,192 tokens (window) on 4 × h200" in sections["timeline"].caption
+    assert "plan.json (counted for 4 × h200" in sections["timeline"].source
+
+
+def test_the_ideal_is_the_least_work_shared_equally():
+    """Not a layout's own mean: a layout that does twice the work, evenly, is not ideal."""
+    maps = {"uneven": np.array([[2.0, 0.0], [1.0, 1.0]]), "twice": np.full((2, 2), 2.0)}
+    assert figures.over_ideal(maps) == {"uneven": 1.5, "twice": 2.0}
+
+
+def test_of_two_results_the_later_counts():
+    old, new = layouts(), layouts()
+    old["started"] = "2025-01-01T00:00:00+00:00"
+    for row in old["critical_path"]["rows"] + old["wall"]["rows"]:
+        row["over_contiguous"] = {"forward": 9.0, "both": 9.0}
+    documents = [Document(pathlib.Path("old.json"), old), Document(pathlib.Path("new.json"), new)]
+    section = next(s for s in gather(documents).sections if s.name == "speedup-cpu")
+    assert "1.50 times" in section.title
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """The recorded results, drawn."""
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    assert main(["report", str(RESULTS), "--output", str(path)]) == 0
+    return path
+
+
+def test_the_page_loads_nothing_and_has_both_colour_schemes(page):
+    text = page.read_text()
+    assert not re.findall(r"<script|@import|<img|<iframe|srcset", text)
+    assert not re.findall(r"""(?:src|href)=["'](?!#|data:)""", text), "every link is within the page"
+    assert not re.findall(r"url\((?!#)", text)
+    assert "@media (prefers-color-scheme: dark)" in text
+    for name in style.PALETTE:
+        assert text.count(f"--{name}:") == 2
+    assert "var(--ink, #1d2126)" in text, "figures take the page's colours"
+
+
+def test_the_page_has_every_figure_and_says_what_is_missing(page):
+    text = page.read_text()
+    contents = gather(read([RESULTS]))
+    assert text.count("<svg ") == len(contents.sections)
+    for name in ("work", "timeline", "speedup-gpu", "speedup-cpu", "kernels", "steps", "scaling", "memory", "accuracy"):
+        assert f'<section id="{name}">' in text
+    ids = re.findall(r'\bid="([^"]+)"', text)
+    assert len(ids) == len(set(ids))
+    for what, command in contents.missing:
+        assert f"<td>{what}</td><td>{command}</td>" in text
+    assert "1.45 on 8 A100" in text
+    assert "1.65 on 16 TPUv4" in text
+
+
+def chromium(path, folder, *flags):
+    command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}", *flags]
+    return subprocess.run([*command, path.as_uri()], capture_output=True, text=True, check=True, timeout=120)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+def test_a_browser_shows_the_page_without_complaint(page, tmp_path):
+    shown = chromium(page, tmp_path, "--enable-logging=stderr", "--dump-dom")
+    assert shown.stdout.count("<svg") == page.read_text().count("<svg ")
+    assert shown.stdout.rstrip().endswith("</html>")
+    assert "CONSOLE" not in shown.stderr
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+@pytest.mark.parametrize(("scheme", "bright"), [("1", True), ("0", False)])
+def test_the_page_is_light_or_dark_as_the_reader_wishes(page, tmp_path, scheme, bright):
+    from matplotlib.image import imread
+
+    picture = tmp_path / "picture.png"
+    flags = (f"--blink-settings=preferredColorScheme={scheme}", "--window-size=800,1600")
+    chromium(page, tmp_path, *flags, f"--screenshot={picture}")
+    assert (np.median(imread(picture)[..., :3]) > 0.5) == bright
+
+
+def test_figures_are_written_the_same_each_time(tmp_path):
+    contents = gather([Document(pathlib.Path("small.json"), tiles())])
+    contents = dataclasses.replace(contents, sections=tuple(s for s in contents.sections if s.name == "tiles"))
+    for folder in ("first", "second"):
+        write_figures(contents, tmp_path / folder)
+    first, second = (tmp_path / folder / "tiles.svg" for folder in ("first", "second"))
+    assert first.read_text() == second.read_text()
+    assert "prefers-color-scheme: dark" in first.read_text()
+    assert "The gain depends on the" in first.read_text(), "without a page around it a figure has its title with it"
+    assert (tmp_path / "first" / "tiles.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_results_page_is_up_to_date():
+    made = runpy.run_path(str(ROOT / "benchmarks" / "results_page.py"))
+    text = made["page"](read([RESULTS]))
+    assert made["PAGE"].read_text() == text, "run: make report"
+    for figure in re.findall(r"\]\((figures/[\w-]+\.svg)\)", text):
+        assert (ROOT / "docs" / figure).exists(), figure
+
+
+REFUSED = {
+    "no such file": (None, "cannot be read"),
+    "not JSON": ("striped", "is not JSON"),
+    "a list": ("[1, 2]", "is no result of this package"),
+    "of somebody else": ('{"benchmark": "mine"}', "it has no 'started'"),
+    "of another version": (
+        json.dumps(content("tiles", versions={"striped-attention": "9.8.7"}, rows=[])),
+        "was written by striped-attention 9.8.7",
+    ),
+    "half a result": (json.dumps(content("gpu", summary=[])), "it has no 'members'"),
+    "a row with a hole": (json.dumps(content("tiles", rows=[{"tile": 64}])), "a row of 'rows' has no 'length'"),
+    "rows that are none": (json.dumps(content("tiles", rows=[3])), "its 'rows' are not rows"),
+    "nothing to draw": (json.dumps(content("a dream")), "There is nothing to draw"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_nonsense_is_refused_in_one_line(case, tmp_path, capsys):
+    text, message = REFUSED[case]
+    path = tmp_path / "result.json"
+    if text is not None:
+        path.write_text(text)
+    assert main(["report", str(path), "--output", str(tmp_path / "x.html")]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.startswith("striped: ")
+    assert said.count("\n") == 1
+    assert not (tmp_path / "x.html").exists()
+
+
+def test_an_empty_folder_and_a_bad_output_are_refused(tmp_path, monkeypatch, capsys):
+    assert main(["report", str(tmp_path)]) == 2
+    assert main(["report", str(RESULTS), "--output", str(tmp_path)]) == 2
+    monkeypatch.chdir(tmp_path)
+    assert main(["report"]) == 2
+    said = capsys.readouterr().err.splitlines()
+    for line, message in zip(said, ("has no .json file", "must be a file", "Say which result files"), strict=True):
+        assert message in line
+
+
+@pytest.mark.parametrize("version", [None, __version__, f"{__version__}.dev1"])
+def test_results_of_this_version_and_of_a_source_tree_are_read(version, tmp_path):
+    path = tmp_path / "tiles.json"
+    path.write_text(json.dumps(tiles() | {"versions": {"striped-attention": version}}))
+    assert [document.benchmark for document in read([path, path])] == ["tiles"]
+
+
+def test_without_matplotlib_the_extra_is_named_and_other_commands_work():
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; from striped_attention.cli import main; "
+        "assert main(['plan', '--devices', '2', '--length', '4k', '--preset', '1b']) == 0; "
+        "sys.exit(main(['report', 'benchmarks/results']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "needs the package matplotlib: pip install 'striped-attention[report]'" in done.stderr
