@@ -2,10 +2,12 @@
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from striped_attention.layout import Layout, parse_layout
 from striped_attention.training.config import Path, Whole
 from striped_attention.training.errors import UsageError
 
@@ -17,38 +19,57 @@ Presets = Annotated[
     tuple[Preset, ...] | None, tyro.conf.arg(metavar="{1b,3b,7b,llama3-8b,debug} ...", help_behavior_hint="")
 ]
 
+PEERS = ("ringattention", "plain-jax", "ring-attention-pytorch", "torch-sdpa")
 _RINGS: dict[str, Any] = dict(
     members=(2, 4, 8, 16), lengths=(65_536, 262_144, 524_288, 786_432, 1_048_576), heads=("16:16", "32:8")
 )
+_STRIPES = ("striped(1)", "striped(16)", "striped(64)", "striped(256)", "striped(512)", "zigzag")
 # What each suite measures where nothing else is asked for, which also says which options it has, and with --quick.
 SUITES: dict[str, dict[str, Any]] = {
+    "layouts": dict(members=(2, 4, 8, 16), lengths=(4096, 8192, 16_384), layouts=_STRIPES, rounds=5),
+    "peers": dict(lengths=(2048, 4096, 8192, 16_384), peers=PEERS, rounds=7),
     "gpu": _RINGS,
     "overlap": _RINGS,
     "step": dict(presets=("1b",), members=(8,), lengths=(65_536, 262_144), chunk=8192),
 }
 _QUICK_RING: dict[str, Any] = dict(members=(8,), lengths=(65_536,), heads=("16:16",))
+_FEW = ("striped(1)", "zigzag")
 QUICK: dict[str, dict[str, Any]] = {
+    "layouts": dict(members=(4,), lengths=(2048,), layouts=_FEW, rounds=3),
+    "peers": dict(lengths=(2048,), peers=("ringattention", "torch-sdpa"), rounds=3),
     "gpu": _QUICK_RING,
     "overlap": _QUICK_RING,
     "step": dict(presets=("debug",), members=(8,), lengths=(65_536,), chunk=8192),
 }
+OPTIONS = tuple(dict.fromkeys(name for own in SUITES.values() for name in own))
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchConfig:
-    """Measure this machine; the result is one JSON document.
+    """Measure this machine; the result is one JSON document, and answers are checked first.
 
-    gpu: attention on one NVIDIA GPU as the members of a ring would run it, answers checked first. The program is the
-    real one for that many GPUs, only the wire is missing. overlap: which transfers of these programs are hidden behind
-    attention; nothing is run. step: whole training steps as the members of a ring would run them, on one NVIDIA GPU.
+    On CPUs, two cores at least, and idle ones. layouts: contiguous, striped and zigzag, two real processes on the clock
+    and larger rings by their critical path. peers: other libraries.
+
+    On one NVIDIA GPU. gpu: attention as the members of a ring would run it; the program is the real one for that many
+    GPUs, only the wire is missing. overlap: which transfers of these programs are hidden behind attention; nothing is
+    run. step: whole training steps as the members of a ring would run them.
     """
 
-    suite: tyro.conf.Positional[Literal["gpu", "overlap", "step"]]
+    suite: tyro.conf.Positional[Literal["layouts", "peers", "gpu", "overlap", "step"]]
     """What to measure."""
     members: Numbers = None
     """Sizes of the rings. Default: 2 4 8 16; for step 8."""
     lengths: Numbers = None
-    """Tokens of the whole text. Default: 65536 262144 524288 786432 1048576; for step 65536 262144."""
+    """Tokens of the whole text. Default: up to 16384 on CPUs; 65536 262144 524288 786432 1048576 for gpu, 65536 262144
+    for step."""
+    layouts: Texts = None
+    """layouts: like striped(1) striped(256) zigzag; contiguous always is measured. Default: stripes of 1 16 64 256 512,
+    and zigzag."""
+    rounds: Whole = None
+    """On CPUs: runs of everything, of which medians are taken. Default: 5; for peers 7."""
+    peers: Texts = None
+    """peers: whom to compare with. Default: ringattention plain-jax ring-attention-pytorch torch-sdpa."""
     heads: Texts = None
     """gpu and overlap: query heads : key heads, of 128 each. Default: 16:16 32:8."""
     presets: Presets = None
@@ -59,7 +80,7 @@ class BenchConfig:
     output: Path = None
     """Where the JSON goes. Default: a file named after the suite."""
     quick: bool = False
-    """Other defaults: one small ring, in a minute or two."""
+    """Other defaults: something small, in a minute or two."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -68,7 +89,7 @@ class BenchConfig:
         return {name: default if (given := getattr(self, name)) is None else given for name, default in own.items()}
 
     def __post_init__(self) -> None:
-        for name in ("members", "lengths", "heads", "presets", "chunk"):
+        for name in OPTIONS:
             given = getattr(self, name)
             if given is not None and name not in SUITES[self.suite]:
                 suites = " and ".join(suite for suite, own in SUITES.items() if name in own)
@@ -83,11 +104,24 @@ class BenchConfig:
                     f"--heads must be written like 32:8, query heads : key heads, the first a multiple of the second; "
                     f"got {heads!r}."
                 )
-        for members in options["members"]:
+        for members in options.get("members", ()):
             if members < 2 or any(length < 1 or length % (2 * members) for length in options["lengths"]):
                 raise UsageError(
                     f"--members must be at least 2 and --lengths multiples of twice that; got {members} members and "
                     f"lengths {', '.join(map(str, options['lengths']))}."
                 )
-        if options.get("chunk", 1) < 1:
-            raise UsageError(f"--chunk must be at least 1; got {options['chunk']}.")
+        for name in ("chunk", "rounds"):
+            if options.get(name, 1) < 1:
+                raise UsageError(f"--{name} must be at least 1; got {options[name]}.")
+        for peer in options.get("peers", ()):
+            if peer not in PEERS:
+                raise UsageError(f"--peers must be some of {', '.join(PEERS)}; got {peer!r}.")
+        parse_layouts(options.get("layouts", ()))
+
+
+def parse_layouts(texts: Sequence[str]) -> list[Layout]:
+    """The layouts that --layouts names."""
+    try:
+        return [parse_layout(text) for text in texts]
+    except ValueError as error:
+        raise UsageError(f"--layouts: {error}") from error
