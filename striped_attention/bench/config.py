@@ -23,10 +23,21 @@ PEERS = ("ringattention", "plain-jax", "ring-attention-pytorch", "torch-sdpa")
 _RINGS: dict[str, Any] = dict(
     members=(2, 4, 8, 16), lengths=(65_536, 262_144, 524_288, 786_432, 1_048_576), heads=("16:16", "32:8")
 )
+POSITIONS = ("rotary", "absolute", "alibi", "t5")
 _STRIPES = ("striped(1)", "striped(16)", "striped(64)", "striped(256)", "striped(512)", "zigzag")
+_WIDE = ("striped(1)", "striped(256)", "zigzag")
+_MASKS = (
+    *("causal", "window(2048)", "prefix(4096)"),
+    *("documents(256)", "documents(1800)", "documents(4096)", "documents(1024, 0)"),
+)
 # What each suite measures where nothing else is asked for, which also says which options it has, and with --quick.
 SUITES: dict[str, dict[str, Any]] = {
     "layouts": dict(members=(2, 4, 8, 16), lengths=(4096, 8192, 16_384), layouts=_STRIPES, rounds=5),
+    "tiles": dict(members=(8,), lengths=(8192,), tiles=(16, 32, 64, 128, 256, 512, 1024), layouts=_WIDE, rounds=3),
+    "masks": dict(members=(8,), lengths=(16_384,), masks=_MASKS, layouts=_WIDE, rounds=3),
+    "positions": dict(
+        members=(4,), lengths=(1024, 4096, 16_384, 65_536), positions=POSITIONS, layouts=("contiguous", *_WIDE)
+    ),
     "peers": dict(lengths=(2048, 4096, 8192, 16_384), peers=PEERS, rounds=7),
     "gpu": _RINGS,
     "overlap": _RINGS,
@@ -36,6 +47,11 @@ _QUICK_RING: dict[str, Any] = dict(members=(8,), lengths=(65_536,), heads=("16:1
 _FEW = ("striped(1)", "zigzag")
 QUICK: dict[str, dict[str, Any]] = {
     "layouts": dict(members=(4,), lengths=(2048,), layouts=_FEW, rounds=3),
+    "tiles": dict(members=(4,), lengths=(2048,), tiles=(32, 256), layouts=("striped(1)",), rounds=2),
+    "masks": dict(
+        members=(4,), lengths=(2048,), masks=("causal", "window(512)", "documents(256)"), layouts=_FEW, rounds=2
+    ),
+    "positions": dict(members=(4,), lengths=(1024,), positions=POSITIONS, layouts=("striped(1)",)),
     "peers": dict(lengths=(2048,), peers=("ringattention", "torch-sdpa"), rounds=3),
     "gpu": _QUICK_RING,
     "overlap": _QUICK_RING,
@@ -49,14 +65,15 @@ class BenchConfig:
     """Measure this machine; the result is one JSON document, and answers are checked first.
 
     On CPUs, two cores at least, and idle ones. layouts: contiguous, striped and zigzag, two real processes on the clock
-    and larger rings by their critical path. peers: other libraries.
+    and larger rings by their critical path. tiles: sizes of the kernel's tiles. masks: windows, packed documents,
+    prefixes. positions: how exact a permuted model is. peers: other libraries.
 
     On one NVIDIA GPU. gpu: attention as the members of a ring would run it; the program is the real one for that many
     GPUs, only the wire is missing. overlap: which transfers of these programs are hidden behind attention; nothing is
     run. step: whole training steps as the members of a ring would run them.
     """
 
-    suite: tyro.conf.Positional[Literal["layouts", "peers", "gpu", "overlap", "step"]]
+    suite: tyro.conf.Positional[Literal["layouts", "tiles", "masks", "positions", "peers", "gpu", "overlap", "step"]]
     """What to measure."""
     members: Numbers = None
     """Sizes of the rings. Default: 2 4 8 16; for step 8."""
@@ -64,10 +81,17 @@ class BenchConfig:
     """Tokens of the whole text. Default: up to 16384 on CPUs; 65536 262144 524288 786432 1048576 for gpu, 65536 262144
     for step."""
     layouts: Texts = None
-    """layouts: like striped(1) striped(256) zigzag; contiguous always is measured. Default: stripes of 1 16 64 256 512,
-    and zigzag."""
+    """layouts, tiles, masks and positions: like striped(1) striped(256) zigzag; contiguous always is timed beside them.
+    Default: for layouts stripes of 1 16 64 256 512, and zigzag; fewer for others."""
+    tiles: Numbers = None
+    """tiles: sides of the kernel's tiles. Default: 16 32 64 128 256 512 1024."""
+    masks: Texts = None
+    """masks: like causal, window(1024), prefix(2048), documents(256) with lengths that are log-normal around 256, or
+    documents(256, 0) all of 256. Default: some of each."""
+    positions: Texts = None
+    """positions: how a model is told them. Default: rotary absolute alibi t5."""
     rounds: Whole = None
-    """On CPUs: runs of everything, of which medians are taken. Default: 5; for peers 7."""
+    """On CPUs: runs of everything, of which medians are taken. Default: 5; for tiles and masks 3, for peers 7."""
     peers: Texts = None
     """peers: whom to compare with. Default: ringattention plain-jax ring-attention-pytorch torch-sdpa."""
     heads: Texts = None
@@ -113,9 +137,13 @@ class BenchConfig:
         for name in ("chunk", "rounds"):
             if options.get(name, 1) < 1:
                 raise UsageError(f"--{name} must be at least 1; got {options[name]}.")
-        for peer in options.get("peers", ()):
-            if peer not in PEERS:
-                raise UsageError(f"--peers must be some of {', '.join(PEERS)}; got {peer!r}.")
+        for name, known in (("peers", PEERS), ("positions", POSITIONS)):
+            for given in options.get(name, ()):
+                if given not in known:
+                    raise UsageError(f"--{name} must be some of {', '.join(known)}; got {given!r}.")
+        for tile in options.get("tiles", ()):
+            if tile < 1:
+                raise UsageError(f"--tiles must be at least 1; got {tile}.")
         parse_layouts(options.get("layouts", ()))
 
 
