@@ -1,12 +1,14 @@
 """The suites of `striped bench` that run on CPUs: from the command line to the JSON, with tiny texts."""
 
+import importlib.util
 import json
 
 import jax
 import numpy as np
 import pytest
 
-from striped_attention.bench import blocks, masks, positions, problem
+import striped_attention as sa
+from striped_attention.bench import blocks, masks, overhead, peers, positions, problem
 from striped_attention.bench.config import BenchConfig
 from striped_attention.bench.workers import Team
 from striped_attention.cli import main
@@ -21,7 +23,11 @@ class Here(Team):
     def __init__(self, kind, cores, **options):
         self.subject = kind(rank=0, ranks=1, port=0, **options)
 
+    alive = True
+
     def ask(self, method, *arguments):
+        if method == "idle":
+            return [0.0]
         return [getattr(self.subject, method)(*arguments)]
 
     def close(self):
@@ -149,6 +155,69 @@ def test_wrong_positions_end_the_suite(monkeypatch, tmp_path):
         main([*command.split(), str(tmp_path / "result.json")])
 
 
+def test_overhead_times_every_part_of_a_layer(bench, monkeypatch):
+    monkeypatch.setattr(blocks, "check_pinned", lambda: [0])
+    alone = {overhead.Member: Here, overhead.Wire: Team}
+    monkeypatch.setattr(overhead, "Team", lambda kind, cores, **options: alone[kind](kind, cores, **options))
+    result = bench("overhead --presets debug --members 4 --lengths 64 --layouts striped(4) --rounds 2")
+    what = ["attention", "merges", "projections", "feed-forward", "loss", "permute", "hops"]
+    assert [row["what"] for row in result["rows"]] == what
+    assert all(row["seconds"] > 0 and row["length"] == 64 and row["devices"] == 4 for row in result["rows"])
+    (checked,) = result["checks"]
+    assert set(checked["errors"]) == {"attention", "projections", "feed-forward", "loss"}
+    assert max(checked["errors"].values()) < 1e-5
+
+
+@pytest.mark.parametrize("error", [1e-3, float("nan")])
+def test_a_wrong_part_of_a_layer_ends_the_suite(error):
+    assert overhead.check({"loss": 1e-6}) == {"loss": 1e-6}
+    with pytest.raises(RuntimeError, match=r"feed-forward is wrong by .*\. Nothing was timed"):
+        overhead.check({"loss": 1e-6, "feed-forward": error})
+
+
+@pytest.mark.usefixtures("here")
+def test_scale_is_measured_here_and_planned_beyond(bench):
+    planned = "--presets 1b --members 8 --lengths 262144 --hardware h100 v5p"
+    rows = bench(f"scale --measured 128 {planned} --layouts zigzag --rounds 1")["rows"]
+    assert [(row["measured"], row["hardware"]) for row in rows] == [
+        *[(True, "cpu")] * 2,
+        *[(False, "cpu")] * 2,
+        *[(False, "h100")] * 2,
+        *[(False, "v5p")] * 2,
+    ]
+    found = sa.plan(8, 262_144, hardware="h100", model="1b", layouts=[sa.zigzag()])
+    best = rows[4]
+    assert best["layout"] == "zigzag()"
+    assert best["tokens_per_second"] == pytest.approx(found.best.tokens_per_second)
+    assert best["over_contiguous"] == pytest.approx(best["tokens_per_second"] / rows[5]["tokens_per_second"])
+    assert best["fits"] is True
+    assert rows[1]["over_contiguous"] == pytest.approx(rows[1]["tokens_per_second"] / rows[0]["tokens_per_second"])
+
+
+def test_peers_that_are_not_installed_are_named_with_the_way_to_get_them(monkeypatch, capsys, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ringattention" else find(name))
+    command = ["bench", "peers", "--peers", "plain-jax", "ringattention", "--output", str(tmp_path / "result.json")]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("striped: --peers ringattention: not installed. pip install 'striped-attention[peers]'")
+    assert said.count("\n") == 1
+    assert main([*command, "--lengths", "1000"]) == 2
+    assert "--lengths must be multiples of 1024" in capsys.readouterr().err
+
+
+def test_peers_are_compared_with_ours(bench, monkeypatch):
+    """Virtual devices of this process for both, and one text."""
+    monkeypatch.setattr(peers, "Team", Here)
+    monkeypatch.setattr(peers.contestants, "use_virtual", lambda devices: None)
+    ours, plain = (next(e for e in peers.entries() if e.family == f and e.ranks == 1) for f in ("ours", "plain-jax"))
+    monkeypatch.setattr(peers, "entries", lambda: [ours, plain])
+    result = bench("peers --peers plain-jax --lengths 1024 --rounds 1")
+    assert [entry["status"] for entry in result["contestants"]] == ["right", "right"]
+    times = [entry["lengths"]["1024"]["both"]["median_seconds"] for entry in result["contestants"]]
+    assert result["fastest_jax_peer"]["1024"]["both"]["times_ours"] == pytest.approx(times[1] / times[0])
+
+
 @pytest.mark.usefixtures("here")
 def test_a_wrong_answer_ends_a_suite_before_anything_is_timed(monkeypatch):
     case = blocks.Case(contiguous(), causal(), 2, 64)
@@ -173,6 +242,8 @@ def test_a_wrong_answer_ends_a_suite_before_anything_is_timed(monkeypatch):
         ("tiles", dict(tiles=(0,)), "--tiles must be at least 1; got 0"),
         ("masks", dict(tiles=(8,)), "--tiles is an option of tiles, not of masks"),
         ("positions", dict(positions=("sinusoidal",)), "--positions must be some of rotary, absolute, alibi, t5"),
+        ("scale", dict(measured=(24,)), "--measured must be multiples of 16; got 24"),
+        ("scale", dict(hardware=("abacus",)), "--hardware must be some of a100, h100"),
         ("peers", dict(peers=("nobody",)), "--peers must be some of ringattention, plain-jax"),
     ],
 )

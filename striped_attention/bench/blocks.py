@@ -41,13 +41,14 @@ KERNEL = KERNELS["xla"]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A ring to be timed; `tile` is a side of the kernel's tiles, None for its own choice."""
+    """A ring to be timed; `tile` is a side of the kernel's tiles, None for its own choice; `dim` is a head's width."""
 
     layout: Layout
     mask: Mask
     devices: int
     length: int
     tile: int | None = None
+    dim: int = problem.DIM
 
     def __str__(self) -> str:
         tile = "" if self.tile is None else f", tiles of {self.tile}"
@@ -56,8 +57,8 @@ class Case:
     @property
     def ring(self) -> Ring:
         tile = None if self.tile is None else (self.tile, self.tile)
-        scale = problem.DIM**-0.5
-        return Ring("timed", self.devices, self.layout, self.length, self.length, KERNEL, scale, tile=tile)
+        sizes = (self.devices, self.layout, self.length, self.length)
+        return Ring("timed", *sizes, KERNEL, self.dim**-0.5, tile=tile)
 
     def blocks(self) -> list[list[tuple[int, Block]]]:
         """By device and step: whose keys are met, and the block, as in the ring."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from striped_attention.hardware import HARDWARE
 from striped_attention.layout import Layout, parse_layout
 from striped_attention.training.config import Path, Whole
 from striped_attention.training.errors import UsageError
@@ -38,6 +39,16 @@ SUITES: dict[str, dict[str, Any]] = {
     "positions": dict(
         members=(4,), lengths=(1024, 4096, 16_384, 65_536), positions=POSITIONS, layouts=("contiguous", *_WIDE)
     ),
+    "overhead": dict(presets=("1b",), members=(8,), lengths=(8192, 32_768), layouts=("striped(256)",), rounds=3),
+    "scale": dict(
+        measured=(4096, 8192, 16_384, 32_768),
+        presets=("1b", "3b", "7b", "llama3-8b"),
+        members=(8, 64, 512, 4096),
+        lengths=(262_144, 1_048_576, 4_194_304, 16_777_216),
+        hardware=("h100", "v5p"),
+        layouts=_WIDE,
+        rounds=3,
+    ),
     "peers": dict(lengths=(2048, 4096, 8192, 16_384), peers=PEERS, rounds=7),
     "gpu": _RINGS,
     "overlap": _RINGS,
@@ -52,6 +63,16 @@ QUICK: dict[str, dict[str, Any]] = {
         members=(4,), lengths=(2048,), masks=("causal", "window(512)", "documents(256)"), layouts=_FEW, rounds=2
     ),
     "positions": dict(members=(4,), lengths=(1024,), positions=POSITIONS, layouts=("striped(1)",)),
+    "overhead": dict(presets=("debug",), members=(8,), lengths=(8192,), layouts=("striped(256)",), rounds=3),
+    "scale": dict(
+        measured=(2048,),
+        presets=("1b", "llama3-8b"),
+        members=(8, 512),
+        lengths=(262_144, 1_048_576),
+        hardware=("h100",),
+        layouts=_FEW,
+        rounds=2,
+    ),
     "peers": dict(lengths=(2048,), peers=("ringattention", "torch-sdpa"), rounds=3),
     "gpu": _QUICK_RING,
     "overlap": _QUICK_RING,
@@ -66,14 +87,17 @@ class BenchConfig:
 
     On CPUs, two cores at least, and idle ones. layouts: contiguous, striped and zigzag, two real processes on the clock
     and larger rings by their critical path. tiles: sizes of the kernel's tiles. masks: windows, packed documents,
-    prefixes. positions: how exact a permuted model is. peers: other libraries.
+    prefixes. positions: how exact a permuted model is. overhead: what is not attention in a layer. scale: long
+    texts and large models, measured as far as the machine goes, planned beyond. peers: other libraries.
 
     On one NVIDIA GPU. gpu: attention as the members of a ring would run it; the program is the real one for that many
     GPUs, only the wire is missing. overlap: which transfers of these programs are hidden behind attention; nothing is
     run. step: whole training steps as the members of a ring would run them.
     """
 
-    suite: tyro.conf.Positional[Literal["layouts", "tiles", "masks", "positions", "peers", "gpu", "overlap", "step"]]
+    suite: tyro.conf.Positional[
+        Literal["layouts", "tiles", "masks", "positions", "overhead", "scale", "peers", "gpu", "overlap", "step"]
+    ]
     """What to measure."""
     members: Numbers = None
     """Sizes of the rings. Default: 2 4 8 16; for step 8."""
@@ -90,14 +114,18 @@ class BenchConfig:
     documents(256, 0) all of 256. Default: some of each."""
     positions: Texts = None
     """positions: how a model is told them. Default: rotary absolute alibi t5."""
+    measured: Numbers = None
+    """scale: tokens of the texts that are measured, on rings of 8. Default: 4096 8192 16384 32768."""
+    hardware: Texts = None
+    """scale: what is planned for, as in `striped plan`. Default: h100 v5p."""
     rounds: Whole = None
-    """On CPUs: runs of everything, of which medians are taken. Default: 5; for tiles and masks 3, for peers 7."""
+    """On CPUs: runs of everything, of which medians are taken. Default: 3; for layouts 5, for peers 7."""
     peers: Texts = None
     """peers: whom to compare with. Default: ringattention plain-jax ring-attention-pytorch torch-sdpa."""
     heads: Texts = None
     """gpu and overlap: query heads : key heads, of 128 each. Default: 16:16 32:8."""
     presets: Presets = None
-    """step: shapes of the model, as in `striped train`. Default: 1b."""
+    """step, overhead and scale: shapes of the model, as in `striped train`. Default: 1b."""
     chunk: Whole = None
     """step: tokens that the feed-forward layers and the loss take at a time. Default: 8192, for GPUs like large
     matrices."""
@@ -116,7 +144,8 @@ class BenchConfig:
         for name in OPTIONS:
             given = getattr(self, name)
             if given is not None and name not in SUITES[self.suite]:
-                suites = " and ".join(suite for suite, own in SUITES.items() if name in own)
+                *others, last = (suite for suite, own in SUITES.items() if name in own)
+                suites = f"{', '.join(others)} and {last}" if others else last
                 raise UsageError(f"--{name} is an option of {suites}, not of {self.suite}. Leave it out.")
             if given == ():
                 raise UsageError(f"--{name} needs at least one value.")
@@ -137,13 +166,16 @@ class BenchConfig:
         for name in ("chunk", "rounds"):
             if options.get(name, 1) < 1:
                 raise UsageError(f"--{name} must be at least 1; got {options[name]}.")
-        for name, known in (("peers", PEERS), ("positions", POSITIONS)):
+        for name, known in (("peers", PEERS), ("positions", POSITIONS), ("hardware", tuple(HARDWARE))):
             for given in options.get(name, ()):
                 if given not in known:
                     raise UsageError(f"--{name} must be some of {', '.join(known)}; got {given!r}.")
         for tile in options.get("tiles", ()):
             if tile < 1:
                 raise UsageError(f"--tiles must be at least 1; got {tile}.")
+        for length in options.get("measured", ()):
+            if length < 1 or length % 16:
+                raise UsageError(f"--measured must be multiples of 16; got {length}.")
         parse_layouts(options.get("layouts", ()))
 
 

@@ -75,13 +75,14 @@ class JaxContestant(Contestant):
     """A function of global arrays whose sequence lies on 2 devices: virtual ones of one process, or 2 processes."""
 
     def start(self) -> None:
-        jax.config.update("jax_platforms", "cpu")
         if self.ranks > 1:
+            jax.config.update("jax_platforms", "cpu")
             if not jax.distributed.is_initialized():  # another contestant of this process may have done it
                 jax.distributed.initialize(f"127.0.0.1:{self.port}", num_processes=self.ranks, process_id=self.rank)
         else:
-            jax.config.update("jax_num_cpu_devices", DEVICES)
-        self.mesh = jax.make_mesh((DEVICES,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
+            use_virtual(DEVICES)
+        kind = (jax.sharding.AxisType.Auto,)
+        self.mesh = jax.make_mesh((DEVICES,), ("sequence",), kind, devices=jax.devices()[:DEVICES])
         self.spec = jax.sharding.PartitionSpec(None, "sequence", None, None)
         self.sharding = jax.sharding.NamedSharding(self.mesh, self.spec)
 
@@ -263,6 +264,12 @@ class RingAttentionTorch(TorchContestant):
         return self.ring_flash_attn(
             q, k, v, causal=True, bucket_size=self.BUCKET, ring_reduce_col=True, striped_ring_attn=True
         )
+
+
+def use_virtual(devices: int) -> None:
+    """Let JAX see this many CPUs. To be called before it looks."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
 
 
 def score_bytes(length: int) -> int:

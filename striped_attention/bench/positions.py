@@ -24,6 +24,7 @@ import rich.table
 from striped_attention.attention import attention
 from striped_attention.bench import problem, record
 from striped_attention.bench.config import BenchConfig, parse_layouts
+from striped_attention.bench.contestants import use_virtual
 from striped_attention.bench.run import document, path, say, write
 from striped_attention.bench.workers import Team
 from striped_attention.bias import alibi, relative_bias
@@ -79,12 +80,6 @@ class Devices:
         wrong = np.abs(out - want).max((0, 2, 3)) / np.abs(want).max((0, 2, 3))
         apart = [np.abs(gradients[name] - x).max() / np.abs(x).max() for name, x in want_gradients.items()]
         return {"output": float(wrong.max()), "gradient": float(max(apart))}
-
-
-def use_virtual(devices: int) -> None:
-    """Let JAX see this many CPUs. To be called before it looks."""
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", devices)
 
 
 def make_model(scheme: str, length: int) -> tuple[Learned, np.ndarray]:
