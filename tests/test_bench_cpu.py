@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import striped_attention as sa
-from striped_attention.bench import blocks, masks, overhead, peers, positions, problem
+from striped_attention.bench import blocks, masks, overhead, peers, positions, problem, scale
 from striped_attention.bench.config import BenchConfig
 from striped_attention.bench.workers import Team
 from striped_attention.cli import main
@@ -72,7 +72,7 @@ def layouts_of(rows):
 
 @pytest.mark.usefixtures("here")
 def test_layouts_are_timed_by_two_processes_and_by_their_critical_paths(bench, capsys):
-    result = bench("layouts --members 2 4 --lengths 128 --layouts striped(16) --rounds 1")
+    result = bench("layouts --members 2 --lengths 128 --layouts striped(16) --rounds 1")
     wall, path = result["wall"], result["critical_path"]
     assert wall["devices"] == 2
     assert "two processes, each pinned to a core" in wall["how"]
@@ -83,18 +83,16 @@ def test_layouts_are_timed_by_two_processes_and_by_their_critical_paths(bench, c
         assert row["over_contiguous"]["both"] == wall["rows"][0]["both"] / row["both"]
     assert wall["rows"][1]["bound"] == pytest.approx(1.5, abs=0.2)
     assert "not wall-clock" in path["how"]
-    assert [(row["devices"], row["layout"]) for row in path["rows"]] == [
-        *((2, "contiguous()"), (2, "striped(16)"), (4, "contiguous()"), (4, "striped(16)"))
-    ]
+    assert [(row["devices"], row["layout"]) for row in path["rows"]] == [(2, "contiguous()"), (2, "striped(16)")]
     for row in path["rows"]:
         seconds = np.array(row["seconds"])
         assert seconds.shape == (row["devices"], row["devices"])
         assert row["both"] == pytest.approx(seconds.max(axis=0).sum())
         assert 0 < row["forward"] < row["both"]
-    assert len(result["checks"]) == 2 + 4
+    assert len(result["checks"]) == 2 + 2
     assert max(error for check in result["checks"] for error in check["errors"].values()) < 1e-4
     shown = capsys.readouterr().out
-    assert "critical path of 4 devices, 128 tokens" in shown
+    assert "critical path of 2 devices, 128 tokens" in shown
     assert "two processes, 128 tokens: round 1 of 1" in shown
 
 
@@ -139,11 +137,10 @@ def ring_here(monkeypatch):
 
 @pytest.mark.usefixtures("ring_here")
 def test_positions_are_exact_in_any_layout(bench):
-    rows = bench("positions --members 2 --lengths 64 --layouts striped(4) --positions absolute t5")["rows"]
-    assert [row["positions"] for row in rows] == ["absolute", "t5"]
-    for row in rows:
-        assert (row["length"], row["layout"], row["devices"]) == (64, "striped(4)", 2)
-        assert 0 < row["error"] == max(row["output"], row["gradient"]) < 1e-5
+    rows = bench("positions --members 2 --lengths 64 --layouts striped(4) --positions t5")["rows"]
+    (row,) = rows
+    assert (row["positions"], row["length"], row["layout"], row["devices"]) == ("t5", 64, "striped(4)", 2)
+    assert 0 < row["error"] == max(row["output"], row["gradient"]) < 1e-5
 
 
 @pytest.mark.usefixtures("ring_here")
@@ -176,7 +173,8 @@ def test_a_wrong_part_of_a_layer_ends_the_suite(error):
 
 
 @pytest.mark.usefixtures("here")
-def test_scale_is_measured_here_and_planned_beyond(bench):
+def test_scale_is_measured_here_and_planned_beyond(bench, monkeypatch):
+    monkeypatch.setattr(scale, "MEMBERS", 2)
     planned = "--presets 1b --members 8 --lengths 262144 --hardware h100 v5p"
     rows = bench(f"scale --measured 128 {planned} --layouts zigzag --rounds 1")["rows"]
     assert [(row["measured"], row["hardware"]) for row in rows] == [
@@ -206,28 +204,55 @@ def test_peers_that_are_not_installed_are_named_with_the_way_to_get_them(monkeyp
     assert "--lengths must be multiples of 1024" in capsys.readouterr().err
 
 
-def test_peers_are_compared_with_ours(bench, monkeypatch):
-    """Virtual devices of this process for both, and one text."""
+class Clock:
+    """A contestant that knows the answer, or nearly, and takes as long as it is told."""
+
+    def __init__(self, seconds, off=1.0, **_):
+        self.seconds, self.off = seconds, off
+
+    def prepare(self, length):
+        truth = problem.oracle(problem.make_inputs(length))
+        whole = {name: np.zeros_like(truth.dk) for name in ("out", "dq")}
+        for name, x in whole.items():
+            x[:, truth.positions] = getattr(truth, name)
+        self.answer = problem.Answer(np.arange(length), **whole, dk=truth.dk, dv=truth.dv * self.off)
+
+    def check(self):
+        return self.answer
+
+    def run(self, kind):
+        return self.seconds
+
+    def peak(self):
+        return 1
+
+
+def test_peers_are_checked_and_compared_with_ours(bench, monkeypatch):
     monkeypatch.setattr(peers, "Team", Here)
-    monkeypatch.setattr(peers.contestants, "use_virtual", lambda devices: None)
-    ours, plain = (next(e for e in peers.entries() if e.family == f and e.ranks == 1) for f in ("ours", "plain-jax"))
-    monkeypatch.setattr(peers, "entries", lambda: [ours, plain])
-    result = bench("peers --peers plain-jax --lengths 1024 --rounds 1")
-    assert [entry["status"] for entry in result["contestants"]] == ["right", "right"]
-    times = [entry["lengths"]["1024"]["both"]["median_seconds"] for entry in result["contestants"]]
-    assert result["fastest_jax_peer"]["1024"]["both"]["times_ours"] == pytest.approx(times[1] / times[0])
+    timed = [("ours", "ours", 1.0, 1.0), ("a", "plain-jax", 0.5, 1.001), ("b", "plain-jax", 3.0, 1.0)]
+    field = [peers.Entry(name, family, Clock, dict(seconds=s, off=off)) for name, family, s, off in timed]
+    monkeypatch.setattr(peers, "entries", lambda: field)
+    result = bench("peers --peers plain-jax --lengths 1024 --rounds 2")
+    assert [(entry["status"], entry["wrong"]) for entry in result["contestants"]] == [
+        *(("right", []), ("wrong", ["dv"]), ("right", []))
+    ]
+    assert result["contestants"][1]["lengths"]["1024"]["both"]["seconds"] == [0.5, 0.5], "called wrong, and timed"
+    assert result["fastest_jax_peer"]["1024"]["both"] == {"name": "b", "times_ours": 3.0}
+    field[0].options["off"] = 1.001
+    with pytest.raises(RuntimeError, match="ours gives a wrong answer at 1024 tokens: dv"):
+        bench("peers --peers plain-jax --lengths 1024 --rounds 1")
 
 
 @pytest.mark.usefixtures("here")
 def test_a_wrong_answer_ends_a_suite_before_anything_is_timed(monkeypatch):
-    case = blocks.Case(contiguous(), causal(), 2, 64)
+    case = blocks.Case(contiguous(), causal(), 2, 128)
     with blocks.core() as team:
         (answer,) = team.ask("prepare", "ring", case, 0)
-        truth = problem.oracle(problem.make_inputs(64))
+        truth = problem.oracle(problem.make_inputs(128))
         assert problem.check(answer, truth, "a ring")["wrong"] == []
         monkeypatch.setattr(team.subject, "seconds", lambda name: pytest.fail("timed"))
         monkeypatch.setattr(problem, "oracle", lambda inputs, mask: truth._replace(dv=truth.dv * 1.001))
-        with pytest.raises(RuntimeError, match=r"contiguous\(\) on 2 devices gives a wrong answer at 64 tokens: dv"):
+        with pytest.raises(RuntimeError, match=r"contiguous\(\) on 2 devices gives a wrong answer at 128 tokens: dv"):
             blocks.measure(team, [case], 1, [])
 
 

@@ -174,10 +174,9 @@ class Stages:
 
         def both(weights: Any, x: Any, constants: Any) -> Any:
             specs = jax.tree.map(lambda _: PartitionSpec(), weights)
-            options: dict[str, Any] = dict(chunk=CHUNK, dtype=jnp.float32)
             inner = functools.partial(function, self.config)
-            out, pull = jax.vjp(lambda weights, x: stage(inner, weights, specs, x, constants, **options), weights, x)
-            return out, *pull(out)
+            staged = lambda *inputs: stage(inner, inputs[0], specs, *inputs[1:], chunk=CHUNK, dtype=jnp.float32)  # noqa: E731
+            return _both(staged, weights, x, constants)
 
         none, split = PartitionSpec(), AXES.tokens
         return jax.jit(jax.shard_map(both, mesh=mesh, in_specs=(none, split, split), out_specs=(split, none, split)))
@@ -189,12 +188,17 @@ class Stages:
     def errors(self) -> dict[str, float]:
         """Output and gradients, against the same function in one go."""
         found = {}
-        for what, (function, weights, x, constants) in self.inputs.items():
-            plain = functools.partial(function, self.config)
-            want, pull = jax.vjp(lambda w, x, plain=plain, constants=constants: plain(w, x, constants), weights, x)
-            pairs = zip(*map(jax.tree.leaves, (self.parts[what](), (want, *pull(want)))), strict=True)
+        for what, (function, *inputs) in self.inputs.items():
+            want = jax.jit(functools.partial(_both, functools.partial(function, self.config)))(*inputs)
+            pairs = zip(*map(jax.tree.leaves, (self.parts[what](), want)), strict=True)
             found[what] = max(float(jnp.abs(a - b).max() / jnp.abs(b).max()) for a, b in pairs)
         return found
+
+
+def _both(function: Any, weights: Any, x: Any, constants: Any) -> Any:
+    """The result, and the gradients of weights and x for itself as the cotangent."""
+    out, pull = jax.vjp(lambda weights, x: function(weights, x, constants), weights, x)
+    return out, *pull(out)
 
 
 class Wire:
