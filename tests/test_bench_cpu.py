@@ -45,6 +45,7 @@ def compiled_in_a_hurry():
     """Here and in the processes of a suite: how fast they are is not looked at."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
         jax.config.update("jax_disable_most_optimizations", True)
         yield
         jax.config.update("jax_disable_most_optimizations", False)

@@ -73,7 +73,7 @@ QUICK: dict[str, dict[str, Any]] = {
         layouts=_FEW,
         rounds=2,
     ),
-    "peers": dict(lengths=(2048,), peers=("ringattention", "torch-sdpa"), rounds=3),
+    "peers": dict(lengths=(2048,), peers=("plain-jax", "torch-sdpa"), rounds=3),
     "gpu": _QUICK_RING,
     "overlap": _QUICK_RING,
     "step": dict(presets=("debug",), members=(8,), lengths=(65_536,), chunk=8192),
@@ -100,12 +100,13 @@ class BenchConfig:
     ]
     """What to measure."""
     members: Numbers = None
-    """Sizes of the rings. Default: 2 4 8 16; for step 8."""
+    """Sizes of the rings. Default: 2 4 8 16; 8 for tiles, masks, overhead and step, 4 for positions, up to 4096 for
+    scale."""
     lengths: Numbers = None
-    """Tokens of the whole text. Default: up to 16384 on CPUs; 65536 262144 524288 786432 1048576 for gpu, 65536 262144
-    for step."""
+    """Tokens of the whole text. Default: up to 16384 on CPUs, 65536 for positions, 16777216 for scale; on GPUs 65536
+    262144 524288 786432 1048576, for step 65536 262144."""
     layouts: Texts = None
-    """layouts, tiles, masks and positions: like striped(1) striped(256) zigzag; contiguous always is timed beside them.
+    """On CPUs: like striped(1) striped(256) zigzag; contiguous always is timed beside them.
     Default: for layouts stripes of 1 16 64 256 512, and zigzag; fewer for others."""
     tiles: Numbers = None
     """tiles: sides of the kernel's tiles. Default: 16 32 64 128 256 512 1024."""
@@ -125,14 +126,14 @@ class BenchConfig:
     heads: Texts = None
     """gpu and overlap: query heads : key heads, of 128 each. Default: 16:16 32:8."""
     presets: Presets = None
-    """step, overhead and scale: shapes of the model, as in `striped train`. Default: 1b."""
+    """step, overhead and scale: shapes of the model, as in `striped train`. Default: 1b; for scale all but debug."""
     chunk: Whole = None
     """step: tokens that the feed-forward layers and the loss take at a time. Default: 8192, for GPUs like large
     matrices."""
     output: Path = None
     """Where the JSON goes. Default: a file named after the suite."""
     quick: bool = False
-    """Other defaults: something small, in a minute or two."""
+    """Other defaults: something small, in about a minute."""
 
     @property
     def options(self) -> dict[str, Any]:
