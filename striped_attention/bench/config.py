@@ -150,34 +150,40 @@ class BenchConfig:
                 raise UsageError(f"--{name} is an option of {suites}, not of {self.suite}. Leave it out.")
             if given == ():
                 raise UsageError(f"--{name} needs at least one value.")
-        options = self.options
-        for heads in options.get("heads", ()):
-            found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", heads)
-            if found is None or int(found[1]) % int(found[2]):
-                raise UsageError(
-                    f"--heads must be written like 32:8, query heads : key heads, the first a multiple of the second; "
-                    f"got {heads!r}."
-                )
-        for members in options.get("members", ()):
-            if members < 2 or any(length < 1 or length % (2 * members) for length in options["lengths"]):
-                raise UsageError(
-                    f"--members must be at least 2 and --lengths multiples of twice that; got {members} members and "
-                    f"lengths {', '.join(map(str, options['lengths']))}."
-                )
-        for name in ("chunk", "rounds"):
-            if options.get(name, 1) < 1:
-                raise UsageError(f"--{name} must be at least 1; got {options[name]}.")
-        for name, known in (("peers", PEERS), ("positions", POSITIONS), ("hardware", tuple(HARDWARE))):
-            for given in options.get(name, ()):
-                if given not in known:
-                    raise UsageError(f"--{name} must be some of {', '.join(known)}; got {given!r}.")
-        for tile in options.get("tiles", ()):
-            if tile < 1:
-                raise UsageError(f"--tiles must be at least 1; got {tile}.")
-        for length in options.get("measured", ()):
-            if length < 1 or length % 16:
-                raise UsageError(f"--measured must be multiples of 16; got {length}.")
-        parse_layouts(options.get("layouts", ()))
+        _check_sizes(self.options)
+        _check_names(self.options)
+
+
+def _check_sizes(options: dict[str, Any]) -> None:
+    for members in options.get("members", ()):
+        if members < 2 or any(length < 1 or length % (2 * members) for length in options["lengths"]):
+            raise UsageError(
+                f"--members must be at least 2 and --lengths multiples of twice that; got {members} members and "
+                f"lengths {', '.join(map(str, options['lengths']))}."
+            )
+    for name in ("chunk", "rounds", "tiles"):
+        given = options.get(name, ())
+        for size in given if isinstance(given, tuple) else (given,):
+            if size < 1:
+                raise UsageError(f"--{name} must be at least 1; got {size}.")
+    for length in options.get("measured", ()):
+        if length < 1 or length % 16:
+            raise UsageError(f"--measured must be multiples of 16; got {length}.")
+
+
+def _check_names(options: dict[str, Any]) -> None:
+    for heads in options.get("heads", ()):
+        found = re.fullmatch(r"([1-9]\d*):([1-9]\d*)", heads)
+        if found is None or int(found[1]) % int(found[2]):
+            raise UsageError(
+                f"--heads must be written like 32:8, query heads : key heads, the first a multiple of the second; "
+                f"got {heads!r}."
+            )
+    for name, known in (("peers", PEERS), ("positions", POSITIONS), ("hardware", tuple(HARDWARE))):
+        for given in options.get(name, ()):
+            if given not in known:
+                raise UsageError(f"--{name} must be some of {', '.join(known)}; got {given!r}.")
+    parse_layouts(options.get("layouts", ()))
 
 
 def parse_layouts(texts: Sequence[str]) -> list[Layout]:

@@ -96,7 +96,7 @@ def make_model(scheme: str, length: int) -> tuple[Learned, np.ndarray]:
         learned["slopes"] = np.float32(2.0) ** -np.arange(1, HEADS + 1, dtype=np.float32)
     if scheme == "t5":
         learned["table"] = normal(BUCKETS, HEADS)
-    return learned, normal(1, problem.ROWS, HEADS, DIM)
+    return learned, normal(1, len(problem.sample_rows(length)), HEADS, DIM)
 
 
 def queries_keys_values(scheme: str, learned: Learned, positions: Any, turns: Any) -> tuple[Any, Any, Any]:
