@@ -12,7 +12,7 @@ help:
 	@echo "make test    lint, check types, run all tests          (PYTHON=python3.12, JAX=jax==0.11.2 choose versions)"
 	@echo "make test-gpu    the tests that need an NVIDIA GPU      (JAX='jax[cuda13]')"
 	@echo "make fuzz    random cases against the oracle           (CASES=10000)"
-	@echo "make bench   compare with other libraries on this CPU  (installs the extra 'peers', with torch)"
+	@echo "make bench   layouts and other libraries on this CPU    (installs the extra 'peers', with torch)"
 	@echo "make report  draw the recorded results: report.html, docs/results.md and its figures"
 	@echo "make setup   only create $(VENV) and install           (make clean removes it)"
 
@@ -53,8 +53,8 @@ fuzz: setup
 
 bench: setup
 	$(RUN) -m pip install --quiet --disable-pip-version-check -e ".[peers]"
-	$(RUN) benchmarks/cpu_peers.py
-	$(RUN) benchmarks/cpu_balance.py
+	$(VENV)/bin/striped bench peers --output benchmarks/results/peers.json
+	$(VENV)/bin/striped bench layouts --output benchmarks/results/layouts.json
 
 report: setup
 	$(VENV)/bin/striped report --output report.html --figures docs/figures

@@ -11,14 +11,17 @@ import sys
 
 import jax
 import numpy as np
-import record
+import rich.table
 from jax.sharding import Mesh
 
+from striped_attention.bench import record
+from striped_attention.bench.run import say
 from striped_attention.oracle import control_attention
 from striped_attention.training import data
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.step import Program
 
+RESULTS = pathlib.Path(__file__).parent / "results"
 RUN = dict(sequence_length=1000, batch=1, dtype="float32", learning_rate=3e-3, chunk=64)
 LAYOUTS = (("contiguous", None), ("striped", 1), ("striped", 16), ("zigzag", None))
 
@@ -40,13 +43,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=50, help="of every run")
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8], help="devices of the sequence axis")
-    parser.add_argument("--output", type=pathlib.Path, default=record.RESULTS / "train_control.json")
+    parser.add_argument("--output", type=pathlib.Path, default=RESULTS / "train_control.json")
     arguments = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(arguments.devices))
     document = record.metadata("train_control", {**RUN, "steps": arguments.steps, "preset": "debug"})
     corpus = data.load(None, None, None, TrainConfig().model.vocabulary)
-    record.progress("control: 1 device, dense attention")
+    say("control: 1 device, dense attention")
     control = curve(corpus, arguments.steps, 1, "contiguous", None, control_attention)
     runs = []
     for layout, stripe in LAYOUTS:
@@ -54,15 +57,16 @@ def main() -> int:
             losses = curve(corpus, arguments.steps, devices, layout, stripe)
             name = f"{layout}({stripe or ''})"
             difference = float(np.abs(losses / control - 1).max())
-            record.progress(name, f"{devices} devices", f"largest relative difference {difference:.1e}")
+            say(f"{name}, {devices} devices: largest relative difference {difference:.1e}")
             runs.append(
                 {"layout": name, "devices": devices, "largest_difference": difference, "losses": losses.tolist()}
             )
-    rows = [["largest relative difference", *(f"{n} devices" for n in arguments.devices)]]
+    shown = rich.table.Table("largest relative difference", *(f"{n} devices" for n in arguments.devices))
     for name in dict.fromkeys(run["layout"] for run in runs):
-        rows.append([name, *(f"{run['largest_difference']:.1e}" for run in runs if run["layout"] == name)])
-    print(record.table(rows), end="\n\n")
+        shown.add_row(name, *(f"{run['largest_difference']:.1e}" for run in runs if run["layout"] == name))
+    say(shown)
     record.write({**document, "control": control.tolist(), "runs": runs}, arguments.output)
+    say(str(arguments.output))
     return 0 if max(run["largest_difference"] for run in runs) < 1e-4 else 1
 
 

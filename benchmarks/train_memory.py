@@ -17,13 +17,16 @@ from typing import Any
 
 import jax
 import numpy as np
-import record
+import rich.table
 from jax.sharding import Mesh
 
+from striped_attention.bench import record
+from striped_attention.bench.run import say
 from striped_attention.cost import estimate
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.step import Program
 
+RESULTS = pathlib.Path(__file__).parent / "results"
 SMALL = dict(preset="debug", layers=4, dim=256, ffn=768, heads=8, kv_heads=4)
 
 
@@ -59,7 +62,7 @@ def main() -> int:
     parser.add_argument("--mock-gpus", type=int, help="compile for this many GPUs instead")
     parser.add_argument("--preset", help="a model of `striped train` instead of the small one")
     parser.add_argument("--dtype", default="bfloat16", help="what the model computes in")
-    parser.add_argument("--output", type=pathlib.Path, default=record.RESULTS / "train_memory.json")
+    parser.add_argument("--output", type=pathlib.Path, default=RESULTS / "train_memory.json")
     arguments = parser.parse_args()
     model: dict[str, Any] = SMALL if arguments.preset is None else dict(preset=arguments.preset)
     options = {**model, "dtype": arguments.dtype}
@@ -70,15 +73,16 @@ def main() -> int:
     found = {}
     for length in arguments.lengths:
         for devices in counts:
-            record.progress(f"T = {length}", f"{devices} devices")
+            say(f"{length:,} tokens, {devices} devices")
             found[length, devices] = measure(options, length, devices)
-    rows = [["MB per device (dry run)", *(f"{n} devices" for n in counts)]]
+    shown = rich.table.Table("MB per device (dry run)", *(f"{n} devices" for n in counts))
     for length in arguments.lengths:
         cells = (found[length, n] for n in counts)
-        rows.append([f"T = {length}", *(f"{c['together'] / 1e6:.0f} ({c['dry_run'] / 1e6:.0f})" for c in cells)])
-    print(record.table(rows), end="\n\n")
+        shown.add_row(f"T = {length}", *(f"{c['together'] / 1e6:.0f} ({c['dry_run'] / 1e6:.0f})" for c in cells))
+    say(shown)
     results = [{"length": length, "devices": n, **sizes} for (length, n), sizes in found.items()]
     record.write({**document, "bytes_per_device": results}, arguments.output)
+    say(str(arguments.output))
     return 0
 
 

@@ -1,6 +1,7 @@
 """The command `striped`. Every subcommand's options are one dataclass, from which tyro makes flags and help."""
 
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -61,16 +62,12 @@ def train(config: Any) -> int:
 
 
 def bench(config: Any) -> int:
-    """`striped bench`."""
+    """`striped bench`. Every suite is a module with the function `run`; `overlap` is another view of `gpu`."""
     try:
-        if config.suite == "step":  # which needs what training needs
-            from striped_attention.bench.step import run
-        elif config.suite == "gpu":
-            from striped_attention.bench.gpu import run
-        else:
-            from striped_attention.bench.gpu import overlap as run
+        module = importlib.import_module(f"striped_attention.bench.{config.suite.replace('overlap', 'gpu')}")
     except ModuleNotFoundError as error:
         return _missing(error)
+    run = module.overlap if config.suite == "overlap" else module.run
     run(config)
     return 0
 

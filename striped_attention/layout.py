@@ -16,6 +16,7 @@ of positions is a range of slots on every device, and `count_before` finds its e
 """
 
 import dataclasses
+import re
 from typing import Any, NamedTuple, no_type_check
 
 import jax
@@ -181,6 +182,16 @@ def striped(stripe: int = 1) -> Layout:
 def zigzag() -> Layout:
     """Every device holds one piece from the front and its mirror image from the back, as Llama 3 was trained."""
     return Layout("zigzag", rounds=2, backwards=True)
+
+
+def parse_layout(text: str) -> Layout:
+    """A layout from its name, as `repr` writes it; brackets may be left out, as in zigzag or striped."""
+    found = re.fullmatch(r"(contiguous|zigzag)(?:\(\))?|striped(?:\((\d+)\))?", text.strip())
+    if found is None:
+        raise ValueError(f"A layout is written like contiguous, zigzag or striped(256); got {text!r}.")
+    if found[1]:
+        return contiguous() if found[1] == "contiguous" else zigzag()
+    return striped(int(found[2] or 1))
 
 
 def namespace(*values: Any) -> Any:

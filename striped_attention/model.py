@@ -176,16 +176,16 @@ def token_losses(
         part = lambda *names: ({n: weights[n] for n in names}, {n: layer_specs[n] for n in names})  # noqa: E731
         first = part("attention_norm", "query", "key", "value")
         second = part("output", "ffn_norm", "gate", "up", "down")
-        q, k, v = run(functools.partial(_before, config), *first, x, positions)
+        q, k, v = run(functools.partial(before, config), *first, x, positions)
         attended = (attend or compute.attend)(q, k, v, mask)
-        return run(functools.partial(_after, config), *second, (x, attended), ()), None
+        return run(functools.partial(after, config), *second, (x, attended), ()), None
 
     layer_specs = {name: PartitionSpec(*spec[1:]) for name, spec in specs["layers"].items()}
     embed = functools.partial(stage, chunk=tokens.shape[1], dtype=compute.dtype)  # in one go: its gradient is a table
     x = embed(_embed, weights["embedding"], specs["embedding"], (), tokens)
     x, _ = lax.scan(_remat(layer, compute.remat), x, weights["layers"])
     last = {name: weights[name] for name in ("norm", "unembedding")}
-    return run(functools.partial(_losses, config), last, {name: specs[name] for name in last}, x, targets)
+    return run(functools.partial(losses, config), last, {name: specs[name] for name in last}, x, targets)
 
 
 def _remat(layer: Any, kind: str) -> Any:
@@ -201,14 +201,14 @@ def _embed(embedding: Array, _: Any, tokens: Array) -> Array:
     return embedding.astype(jnp.float32)[tokens].astype(embedding.dtype)
 
 
-def _before(config: ModelConfig, weights: Weights, x: Array, positions: Array) -> tuple[Array, Array, Array]:
+def before(config: ModelConfig, weights: Weights, x: Array, positions: Array) -> tuple[Array, Array, Array]:
     y = _norm(x, weights["attention_norm"], config.norm_epsilon)
     q, k, v = (_project("bsd,dhk->bshk", y, weights[name]) for name in ("query", "key", "value"))
     cos, sin = rotary(positions, config.head_dim, config.rope_theta)
     return _rotate(q, cos, sin), _rotate(k, cos, sin), v
 
 
-def _after(config: ModelConfig, weights: Weights, inputs: tuple[Array, Array], _: Any) -> Array:
+def after(config: ModelConfig, weights: Weights, inputs: tuple[Array, Array], _: Any) -> Array:
     x, attended = inputs
     x = x + _project("bshk,hkd->bsd", attended, weights["output"])
     y = _norm(x, weights["ffn_norm"], config.norm_epsilon)
@@ -216,7 +216,7 @@ def _after(config: ModelConfig, weights: Weights, inputs: tuple[Array, Array], _
     return x + _project("bsf,fd->bsd", jax.nn.silu(gate) * up, weights["down"])
 
 
-def _losses(config: ModelConfig, weights: Weights, x: Array, targets: Array) -> Array:
+def losses(config: ModelConfig, weights: Weights, x: Array, targets: Array) -> Array:
     scores = _logits(_norm(x, weights["norm"], config.norm_epsilon), weights["unembedding"])
     target = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(scores, axis=-1) - target

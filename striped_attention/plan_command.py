@@ -6,16 +6,16 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import rich.box
 import rich.console
 import rich.table
-import tyro
 
 import striped_attention as sa
 from striped_attention.attention import KERNELS
+from striped_attention.bench.config import Texts, parse_layouts
 from striped_attention.bench.record import metadata
 from striped_attention.cost import gigabytes
 from striped_attention.hardware import HARDWARE
@@ -27,7 +27,6 @@ from striped_attention.timeline import BACKWARD, tile_flops
 from striped_attention.training.config import Path, Whole
 from striped_attention.training.errors import UsageError
 
-Texts = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="TEXT ...", help_behavior_hint="")]
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 _SHADES = " ·░▒▓█"
 LARGEST_PICTURE = 32  # devices and steps, in characters
@@ -97,16 +96,7 @@ class PlanConfig:
         return sa.causal() if self.mask == "causal" else sa.full()
 
     def make_layouts(self) -> list[Layout] | None:
-        return None if self.layouts is None else [_layout(text) for text in self.layouts]
-
-
-def _layout(text: str) -> Layout:
-    found = re.fullmatch(r"(contiguous|zigzag)(?:\(\))?|striped(?:\((\d+)\))?", text.strip())
-    if found is None:
-        raise UsageError(f"--layouts are written like contiguous, zigzag or striped(256); got {text!r}.")
-    if found[1]:
-        return sa.contiguous() if found[1] == "contiguous" else sa.zigzag()
-    return sa.striped(int(found[2] or 1))
+        return None if self.layouts is None else parse_layouts(self.layouts)
 
 
 def run(config: PlanConfig) -> None:

@@ -45,7 +45,7 @@ def test_bad_options_get_one_clear_line(options, message):
         ("step", dict(lengths=(65_537,)), "--lengths multiples of twice that"),
         ("step", dict(lengths=(0,)), "--lengths multiples of twice that"),
         ("step", dict(heads=("16:16",)), "--heads is an option of gpu and overlap, not of step"),
-        ("gpu", dict(presets=("1b",)), "--presets is an option of step, not of gpu"),
+        ("gpu", dict(presets=("1b",)), "--presets is an option of overhead, scale and step, not of gpu"),
         ("overlap", dict(chunk=8), "--chunk is an option of step, not of overlap"),
     ],
 )

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import striped_attention as sa
+from striped_attention.layout import parse_layout
 
 LAYOUTS = [sa.contiguous(), sa.striped(), sa.striped(3), sa.striped(128), sa.zigzag()]
 layouts = st.one_of(st.sampled_from(LAYOUTS), st.integers(1, 50).map(sa.striped))
@@ -103,3 +104,11 @@ def test_permute_has_the_gradient_of_a_permutation():
     layout = sa.striped()
     grad = jax.grad(lambda x: jnp.vdot(layout.permute(x, 4, axis=0), weights))(x)
     np.testing.assert_array_equal(grad, layout.restore(weights, 4, axis=0, length=10))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_a_layout_is_read_as_it_is_written(layout):
+    assert parse_layout(repr(layout)) == layout
+    assert parse_layout("striped") == sa.striped()
+    with pytest.raises(ValueError, match=r"A layout is written like .*; got 'stripes\(2\)'"):
+        parse_layout("stripes(2)")

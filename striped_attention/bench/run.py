@@ -1,7 +1,8 @@
 """Run: what all suites share. A suite asks workers for results, row by row, and writes them down as they come.
 
-A worker is a process of its own, `python -m` the suite's module with a task in JSON: how many GPUs JAX pretends to have
-is settled when it starts, and so is its memory. The suite itself never touches the GPU.
+A worker of a suite for GPUs is a process of its own, `python -m` the suite's module with a task in JSON: how many GPUs
+JAX pretends to have is settled when it starts, and so is its memory. The suite itself never touches the GPU. Those of
+the suites for CPUs own a core; see `workers.py`.
 """
 
 import json
@@ -9,15 +10,14 @@ import pathlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import rich.console
 
 from striped_attention import cudnn
-from striped_attention.bench import mock
+from striped_attention.bench import mock, record
 from striped_attention.bench.config import BenchConfig
-from striped_attention.bench.record import metadata
 from striped_attention.training.errors import UsageError
 
 _RESULT = "result: "  # begins a worker's lines that are results; libraries may print others
@@ -60,7 +60,7 @@ def main(tasks: dict[str, Callable[..., Iterable[Any]]], mocked: tuple[str, ...]
         raise SystemExit(2) from None
 
 
-def document(config: BenchConfig, configuration: dict[str, Any]) -> dict[str, Any]:
+def document(config: BenchConfig, configuration: dict[str, Any], packages: Sequence[str] = ()) -> dict[str, Any]:
     """What a result says before there is one. Raises if it could not be written."""
     try:
         path(config).parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def document(config: BenchConfig, configuration: dict[str, Any]) -> dict[str, An
             path(config).unlink()
     except OSError as error:
         raise UsageError(f"--output {path(config)} cannot be written: {error.strerror}.") from error
-    return metadata(config.suite, configuration)
+    return record.metadata(config.suite, configuration, packages)
 
 
 def path(config: BenchConfig) -> pathlib.Path:
@@ -81,7 +81,7 @@ def path(config: BenchConfig) -> pathlib.Path:
 
 def write(result: dict[str, Any], config: BenchConfig) -> None:
     """Put down what there is so far."""
-    path(config).write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    record.write(result, path(config))
 
 
 def say(what: Any) -> None:

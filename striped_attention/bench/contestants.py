@@ -1,11 +1,11 @@
 """Contestants: this library and what a user could pick today, each behind the same four methods.
 
     prepare(length)   put the inputs where the contestant wants them, compile, run once
-    check(rows)       output and gradients at some positions (None: all), as much of them as this process holds
+    check()           output and gradients for the cotangent of the check, as much of them as this process holds
     run(kind)         the seconds of one "forward" or "both" (forward and backward), results ready
     peak()            the most memory this process ever held, in bytes
 
-They are made inside a process of a `workers.Team`, which is where jax and torch are imported and started. Peers run as
+They are made inside a process of a `workers.Team`, which is where jax is started and torch imported. Peers run as
 shipped: with the call their documentation shows, nothing repaired.
 """
 
@@ -15,8 +15,13 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
-from problem import HEADS, Answer, Inputs, make_inputs
+
+from striped_attention.attention import attention
+from striped_attention.bench.problem import HEADS, Answer, Inputs, make_inputs
+from striped_attention.layout import Layout
+from striped_attention.mask import causal
 
 DEVICES = 2
 
@@ -35,8 +40,8 @@ class Contestant:
         for function in self._functions.values():
             function()
 
-    def check(self, rows: np.ndarray | None) -> Answer:
-        return self.read(self._functions["both"]()).at(rows)
+    def check(self) -> Answer:
+        return self.read(self._functions["check"]())
 
     def run(self, kind: str) -> float:
         function = self._functions[kind]
@@ -55,11 +60,14 @@ class Contestant:
         raise NotImplementedError
 
     def place(self, inputs: Inputs) -> None:
-        """Put the inputs on the devices and set `_functions`, which block until their results are ready."""
+        """Put the inputs on the devices and set `_functions`, which block until their results are ready.
+
+        These are "forward", "both", and "check": the same as "both" with the cotangent of the check.
+        """
         raise NotImplementedError
 
     def read(self, result: Any) -> Answer:
-        """The result of "both" as NumPy arrays with the positions of their tokens."""
+        """The result of "check" as NumPy arrays with the positions of their tokens."""
         raise NotImplementedError
 
 
@@ -67,14 +75,14 @@ class JaxContestant(Contestant):
     """A function of global arrays whose sequence lies on 2 devices: virtual ones of one process, or 2 processes."""
 
     def start(self) -> None:
-        import jax
-
         if self.ranks > 1:
+            jax.config.update("jax_platforms", "cpu")
             if not jax.distributed.is_initialized():  # another contestant of this process may have done it
                 jax.distributed.initialize(f"127.0.0.1:{self.port}", num_processes=self.ranks, process_id=self.rank)
         else:
-            jax.config.update("jax_num_cpu_devices", DEVICES)
-        self.mesh = jax.make_mesh((DEVICES,), ("sequence",), axis_types=(jax.sharding.AxisType.Auto,))
+            use_virtual(DEVICES)
+        kind = (jax.sharding.AxisType.Auto,)
+        self.mesh = jax.make_mesh((DEVICES,), ("sequence",), kind, devices=jax.devices()[:DEVICES])
         self.spec = jax.sharding.PartitionSpec(None, "sequence", None, None)
         self.sharding = jax.sharding.NamedSharding(self.mesh, self.spec)
 
@@ -86,11 +94,9 @@ class JaxContestant(Contestant):
         return np.arange(length)
 
     def place(self, inputs: Inputs) -> None:
-        import jax
-
         self._order = self.order(inputs.q.shape[1])
-        ordered = (x[:, self._order] for x in inputs)
-        q, k, v, dout = (jax.make_array_from_callback(x.shape, self.sharding, x.__getitem__) for x in ordered)
+        ordered = (x[:, self._order] for x in (*inputs, inputs.few))
+        q, k, v, dout, few = (jax.make_array_from_callback(x.shape, self.sharding, x.__getitem__) for x in ordered)
 
         def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
             out, pull = jax.vjp(self.attend, q, k, v)
@@ -101,6 +107,7 @@ class JaxContestant(Contestant):
         self._functions = {
             "forward": lambda: jax.block_until_ready(forward(q, k, v)),
             "both": lambda: jax.block_until_ready(both(q, k, v, dout)),
+            "check": lambda: jax.block_until_ready(both(q, k, v, few)),
         }
 
     def read(self, result: Any) -> Answer:
@@ -112,27 +119,21 @@ class JaxContestant(Contestant):
 class Ours(JaxContestant):
     """This library."""
 
-    def __init__(self, layout: str, stripe: int | None = None, **options: Any) -> None:
-        import striped_attention as sa
-
-        self.layout = getattr(sa, layout)(*([] if stripe is None else [stripe]))
+    def __init__(self, layout: Layout, **options: Any) -> None:
+        self.layout = layout
         super().__init__(**options)
 
     def order(self, length: int) -> np.ndarray:
         return self.layout.order(length, DEVICES)
 
     def attend(self, q: Any, k: Any, v: Any) -> Any:
-        import striped_attention as sa
-
-        return sa.attention(q, k, v, mesh=self.mesh, axis_name="sequence", layout=self.layout, mask=sa.causal())
+        return attention(q, k, v, mesh=self.mesh, axis_name="sequence", layout=self.layout, mask=causal())
 
 
 class PlainJax(JaxContestant):
     """`jax.nn.dot_product_attention` on a sharded sequence: XLA inserts what communication it needs."""
 
     def attend(self, q: Any, k: Any, v: Any) -> Any:
-        import jax
-
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
@@ -158,8 +159,6 @@ class RingAttentionJax(JaxContestant):
         self.ringattention = ringattention
 
     def attend(self, q: Any, k: Any, v: Any) -> Any:
-        import jax
-
         chunk = min(self.chunk, q.shape[1] // DEVICES)
         options = dict(
             causal_block_size=1,
@@ -205,18 +204,18 @@ class TorchContestant(Contestant):
         import torch
 
         self._positions = self.positions(inputs.q.shape[1])
-        q, k, v, dout = (self.tensor(x[:, self._positions]) for x in inputs)
+        q, k, v, dout, few = (self.tensor(x[:, self._positions]) for x in (*inputs, inputs.few))
         wanted = [x.detach().requires_grad_() for x in (q, k, v)]
 
         def forward() -> Any:
             with torch.no_grad():
                 return self.attend(q, k, v)
 
-        def both() -> Any:
+        def both(dout: Any) -> Any:
             out = self.attend(*wanted)
             return out.detach(), *torch.autograd.grad(out, wanted, dout)
 
-        self._functions = {"forward": forward, "both": both}
+        self._functions = {"forward": forward, "both": lambda: both(dout), "check": lambda: both(few)}
 
     def read(self, result: Any) -> Answer:
         return Answer(self._positions, *(x.numpy() for x in result))
@@ -265,6 +264,12 @@ class RingAttentionTorch(TorchContestant):
         return self.ring_flash_attn(
             q, k, v, causal=True, bucket_size=self.BUCKET, ring_reduce_col=True, striped_ring_attn=True
         )
+
+
+def use_virtual(devices: int) -> None:
+    """Let JAX see this many CPUs. To be called before it looks."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
 
 
 def score_bytes(length: int) -> int:

@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn
 
 
 class WorkerError(RuntimeError):
@@ -39,7 +39,7 @@ class Team:
 
     def __init__(self, kind: type, cores: Sequence[set[int]], **options: Any) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._log = tempfile.NamedTemporaryFile(mode="w+", prefix="benchmark-", suffix=".log")  # noqa: SIM115
+        self._log = tempfile.NamedTemporaryFile(mode="w+", prefix="striped-bench-", suffix=".log")  # noqa: SIM115
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         self._waiting = False
@@ -91,7 +91,7 @@ class Team:
         self._connections, self._processes = [], []
         self._log.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Team":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Speed on the CPU beside what a user could pick today.
+"""The suite `peers`: speed on the CPU beside what a user could pick today.
 
 Causal attention, 1 sequence, 8 heads × 64, float32, on 2 devices (2 cores), forward and forward+backward:
 
@@ -16,24 +16,55 @@ them; medians over the rounds are shown. Neither compiling nor placing the input
 hour, most of it for T = 16384.
 """
 
-import argparse
 import dataclasses
 import functools
 import importlib.util
 import random
 import statistics
-import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
-import contestants
-import numpy as np
-import problem
-import record
-from workers import Team, WorkerError
+import rich.table
 
-INSTALL = "pip install -e .[peers]"
+from striped_attention.bench import blocks, contestants, problem, record
+from striped_attention.bench.config import BenchConfig
+from striped_attention.bench.run import document, path, say, write
+from striped_attention.bench.workers import Team, WorkerError
+from striped_attention.layout import striped
+from striped_attention.training.errors import UsageError
+
+INSTALL = "pip install 'striped-attention[peers]'"
+PACKAGES = ("torch", "ringattention", "ring-attention-pytorch")
+MULTIPLE = 1024  # of lengths, which 2 devices can share in chunks of 512
 JAX_PEERS = ("ringattention", "plain-jax")
+
+
+def run(config: BenchConfig) -> None:
+    """Check, measure, print a table and write the JSON, after every length."""
+    lengths = config.options["lengths"]
+    if any(length < 1 or length % MULTIPLE for length in lengths):
+        raise UsageError(
+            f"--lengths must be multiples of {MULTIPLE} for this suite; got {', '.join(map(str, lengths))}."
+        )
+    field = [entry for entry in entries() if entry.family in {"ours", *config.options["peers"]}]
+    if missing := sorted({e.family for e in field if importlib.util.find_spec(e.package) is None}):
+        raise UsageError(f"--peers {' '.join(missing)}: not installed. {INSTALL}, or choose others.")
+    shape = {**problem.SHAPE, "mask": "causal", "devices": contestants.DEVICES}
+    result = document(config, {**config.options, **shape}, PACKAGES)
+    cores = blocks.pick_cores(contestants.DEVICES)
+    try:
+        for entry in field:
+            start(entry, cores)
+        for count, length in enumerate(lengths, 1):
+            compete(field, length, config.options["rounds"])
+            write(result | results(field, lengths[:count]), config)
+    finally:
+        for entry in field:
+            if entry.team is not None:
+                entry.team.close()
+    say(table(field, lengths))
+    say(str(path(config)))
 
 
 @dataclasses.dataclass
@@ -70,7 +101,7 @@ class Entry:
     def fail(self, length: int, message: str) -> None:
         self.failures[length] = message
         self.samples.pop(length, None)
-        record.progress(f"T = {length}", self.name, message)
+        say(f"{length:,} tokens, {self.name}: {message}")
 
     def median(self, length: int, kind: str) -> float:
         return statistics.median(self.samples[length][kind])
@@ -81,10 +112,10 @@ def entries() -> list[Entry]:
     ringattention = functools.partial(
         Entry, family="ringattention", kind=contestants.RingAttentionJax, package="ringattention"
     )
-    processes = {"ranks": contestants.DEVICES}
+    processes: dict[str, Any] = {"ranks": contestants.DEVICES}
     return [
-        ours("ours, striped(1), 2 processes", options={"layout": "striped"}, **processes),
-        ours("ours, striped(1)", options={"layout": "striped"}),
+        ours("ours, striped(1), 2 processes", options={"layout": striped()}, **processes),
+        ours("ours, striped(1)", options={"layout": striped()}),
         ringattention("ringattention, chunks 128", options={"chunk": 128}),
         ringattention("ringattention, chunks 512", options={"chunk": 512}),
         ringattention("ringattention, chunks 128, 2 processes", options={"chunk": 128}, **processes),
@@ -99,19 +130,15 @@ def entries() -> list[Entry]:
     ]
 
 
-def start(entry: Entry, cores: list[int], seed: int) -> None:
+def start(entry: Entry, cores: list[int]) -> None:
     """Start a contestant's processes, or say why there are none."""
-    if importlib.util.find_spec(entry.package) is None:
-        entry.status = "not installed"
-        record.progress(entry.name, f"not installed, left out; to include it: {INSTALL}")
-        return
-    record.progress("starting", entry.name)
+    say(f"starting {entry.name}")
     try:
         own = [set(cores)] if entry.ranks == 1 else [{core} for core in cores]
-        entry.team = Team(entry.kind, own, seed=seed, **entry.options)
+        entry.team = Team(entry.kind, own, seed=0, **entry.options)
     except WorkerError as error:
         entry.status = f"does not start: {error}"
-        record.progress(entry.name, entry.status)
+        say(f"{entry.name} {entry.status}")
 
 
 def prepare(entry: Entry, length: int) -> None:
@@ -120,28 +147,26 @@ def prepare(entry: Entry, length: int) -> None:
     if entry.kind is contestants.PlainJax and need > have:
         entry.fail(length, f"out of memory: its scores need about {need / 1e9:.0f} GB, {have / 1e9:.0f} GB are free")
     else:
-        record.progress(f"T = {length}", "preparing", entry.name)
+        say(f"{length:,} tokens, {entry.name}: preparing")
         entry.ask(length, "prepare", length)
 
 
-def check(field: list[Entry], length: int, seed: int, rows: np.ndarray | None) -> None:
-    """Compare every answer with float64: the whole of it, or a few rows."""
-    inputs = problem.make_inputs(length, seed)
-    truth: Any = problem.oracle(inputs) if rows is None else problem.oracle_rows(inputs, rows)
+def check(field: list[Entry], length: int) -> None:
+    """Compare every answer with float64. One of ours that is wrong ends the suite."""
+    truth = problem.oracle(problem.make_inputs(length))
     for entry in field:
-        answers = entry.ask(length, "check", rows)
+        answers = entry.ask(length, "check")
         if answers is None:
             continue
-        answer = problem.join(answers)
-        verdict = problem.judge_whole(answer, truth) if rows is None else problem.judge_rows(answer, truth, length)
-        entry.checks.append(verdict)
+        judge = functools.partial(problem.check, what=entry.name) if entry.family == "ours" else problem.judge
+        entry.checks.append(judge(problem.join(answers), truth))
         entry.status = "wrong" if entry.wrong else "right"
-        record.progress(f"T = {length}", "checked", entry.name, problem.describe(verdict))
+        say(f"{length:,} tokens, {entry.name}: {problem.describe(entry.checks[-1])}")
 
 
-def measure(field: list[Entry], length: int, rounds: int, seed: int) -> None:
+def measure(field: list[Entry], length: int, rounds: int) -> None:
     """Time everybody, round by round."""
-    shuffle = random.Random(seed).shuffle
+    shuffle = random.Random(0).shuffle
     for entry in field:
         entry.samples[length] = {kind: [] for kind in problem.KINDS}
     for round_ in range(rounds):
@@ -156,47 +181,34 @@ def measure(field: list[Entry], length: int, rounds: int, seed: int) -> None:
                     entry.samples[length][kind].append(max(answers))
             if length not in entry.failures:
                 last = " / ".join(record.seconds(entry.samples[length][kind][-1]) for kind in problem.KINDS)
-                record.progress(f"T = {length}", f"round {round_ + 1}/{rounds}", entry.name, f"{last} s")
+                say(f"{length:,} tokens, {entry.name}: {last} s, round {round_ + 1} of {rounds}")
 
 
-def compete(field: list[Entry], arguments: argparse.Namespace) -> None:
-    """All checks and measurements; the processes are gone afterwards, whatever happens."""
-    cores = record.cores(contestants.DEVICES)
-    try:
-        for entry in field:
-            start(entry, cores, arguments.seed)
-        for length in dict.fromkeys((arguments.check_length, *arguments.lengths)):
-            running = [entry for entry in field if entry.team is not None]
-            for entry in running:
-                prepare(entry, length)
-            if length == arguments.check_length:
-                check(running, length, arguments.seed, rows=None)
-            if length in arguments.lengths:
-                check(running, length, arguments.seed, problem.sample_rows(length))
-                measure([e for e in running if length not in e.failures], length, arguments.rounds, arguments.seed)
-        for entry in field:
-            if entry.team is not None and entry.team.alive:
-                entry.process = {name: entry.team.ask(name) for name in ("peak", "idle")}
-    finally:
-        for entry in field:
-            if entry.team is not None:
-                entry.team.close()
+def compete(field: list[Entry], length: int, rounds: int) -> None:
+    """All checks and measurements of one length."""
+    running = [entry for entry in field if entry.team is not None]
+    for entry in running:
+        prepare(entry, length)
+    check(running, length)
+    measure([entry for entry in running if length not in entry.failures], length, rounds)
+    for entry in running:
+        if entry.team is not None and entry.team.alive:
+            entry.process = {name: entry.team.ask(name) for name in ("peak", "idle")}
 
 
-def report(field: list[Entry], lengths: list[int]) -> str:
+def table(field: list[Entry], lengths: Sequence[int]) -> rich.table.Table:
     """What a person reads: times, ratios to ours, the fastest JAX peer and the yardstick."""
     ours = field[0]
-    rows = [["", *(f"T = {length}" for length in lengths)]]
+    shown = rich.table.Table(
+        "seconds, forward / both (× the first line)", *(f"{length:,} tokens" for length in lengths)
+    )
     for entry in field:
         label = f"{entry.name} (WRONG: {', '.join(entry.wrong)})" if entry.wrong else entry.name
-        rows.append([label, *(_cell(entry, ours, length) for length in lengths)])
-    rows.append(["fastest right JAX peer, ratio", *(_peer_cell(field, length) for length in lengths)])
+        shown.add_row(label, *(_cell(entry, ours, length) for length in lengths))
+    shown.add_row("fastest right JAX peer, ratio", *(_peer_cell(field, length) for length in lengths))
     torch = next((entry for entry in field if entry.family == "torch-sdpa"), None)
-    rows.append(["ours over torch SDPA, ratio", *(_over(ours, torch, length) for length in lengths)])
-    return (
-        "Median seconds, forward / forward+backward, and in brackets how many times as long as the first line\n"
-        "(the median of that ratio over the rounds).\n\n" + record.table(rows)
-    )
+    shown.add_row("ours over torch SDPA, ratio", *(_over(ours, torch, length) for length in lengths))
+    return shown
 
 
 def fastest_jax_peer(field: list[Entry], length: int, kind: str) -> Entry | None:
@@ -228,7 +240,7 @@ def _over(a: Entry, b: Entry | None, length: int) -> str:
     return " / ".join("–" if x is None else f"{x:.2f}×" for x in ratios)
 
 
-def results(field: list[Entry], lengths: list[int]) -> dict[str, Any]:
+def results(field: list[Entry], lengths: Sequence[int]) -> dict[str, Any]:
     """The same for the record, with every sample."""
     return {"contestants": [_entry(e, field[0]) for e in field], "fastest_jax_peer": _fastest(field, lengths)}
 
@@ -245,14 +257,15 @@ def _entry(entry: Entry, ours: Entry) -> dict[str, Any]:
             for kind, seconds in samples.items()
         }
     return {
-        **{name: getattr(entry, name) for name in ("name", "family", "status", "options", "ranks", "wrong", "checks")},
+        **{name: getattr(entry, name) for name in ("name", "family", "status", "ranks", "wrong", "checks")},
+        "options": {name: str(value) for name, value in entry.options.items()},
         "lengths": dict(sorted(lengths.items())),
         "peak_bytes_by_rank": entry.process.get("peak"),
         "cores_used_while_idle_by_rank": entry.process.get("idle"),
     }
 
 
-def _fastest(field: list[Entry], lengths: list[int]) -> dict[int, Any]:
+def _fastest(field: list[Entry], lengths: Sequence[int]) -> dict[int, Any]:
     peers = {length: {kind: fastest_jax_peer(field, length, kind) for kind in problem.KINDS} for length in lengths}
     return {
         length: {
@@ -261,26 +274,3 @@ def _fastest(field: list[Entry], lengths: list[int]) -> dict[int, Any]:
         }
         for length, kinds in peers.items()
     }
-
-
-def parse() -> argparse.Namespace:
-    families = list(dict.fromkeys(entry.family for entry in entries()))
-    epilog = f"The peers are an optional extra: {INSTALL}. Those that are missing are left out."
-    parser = record.parser("cpu_peers", __doc__, rounds=7, epilog=epilog)
-    parser.add_argument("--only", nargs="+", choices=families, default=families, help="contestants; ours always runs")
-    return record.parse(parser, 1024, "2 devices can share in chunks of 512")
-
-
-def main() -> int:
-    arguments = parse()
-    configuration = {name: value for name, value in vars(arguments).items() if name != "output"}
-    document = record.metadata("cpu_peers", {**configuration, **problem.SHAPE, "devices": contestants.DEVICES})
-    field = [entry for entry in entries() if entry.family in {"ours", *arguments.only}]
-    compete(field, arguments)
-    print(report(field, arguments.lengths), end="\n\n")
-    record.write({**document, **results(field, arguments.lengths)}, arguments.output)
-    return 0 if all(entry.status == "right" for entry in field if entry.family == "ours") else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,127 @@
+"""Problem: the attention that the suites compute on CPUs, and how an answer is judged before it is timed.
+
+Self-attention, one sequence of `length` tokens, 8 heads of 64, float32, standard normal inputs, causal unless a suite
+says otherwise; `both` is the output and, for a given cotangent, the gradients of query, key and value. All arrays are
+[1, length, 8, 64].
+
+For the check the cotangent is zero but at a few rows (`Inputs.few`). Then all gradients come from these rows alone, and
+the library's oracle can work them out in float64 at any length: 8 rows of scores instead of all.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from striped_attention.mask import Mask, causal
+from striped_attention.oracle import dense_attention
+
+BATCH, HEADS, DIM = 1, 8, 64
+KINDS = ("forward", "both")
+SHAPE = {"batch": BATCH, "heads": HEADS, "dim": DIM, "dtype": "float32"}
+
+# Of out and dq each row is judged on its own scale, about 1/√length, so cancellation costs a digit; one key too many
+# would show as 1/√length, 8e-3 at 16384. Of dk and dv errors are relative to the largest number.
+TOLERANCE = {"out": 1e-4, "dq": 1e-4, "dk": 1e-5, "dv": 1e-5}
+SMALL = 0.01  # of the largest number: the least scale of a row
+
+
+class Inputs(NamedTuple):
+    """Query, key, value and the cotangent of the output, in text order."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    dout: np.ndarray
+
+    @property
+    def length(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def few(self) -> np.ndarray:
+        """The cotangent at `sample_rows`, and zero elsewhere: that of the check."""
+        kept = np.zeros_like(self.dout)
+        rows = sample_rows(self.length)
+        kept[:, rows] = self.dout[:, rows]
+        return kept
+
+
+class Answer(NamedTuple):
+    """Output and gradients of the tokens at `positions`: what one process holds of the result."""
+
+    positions: np.ndarray
+    out: np.ndarray
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+
+
+def make_inputs(length: int, seed: int = 0) -> Inputs:
+    random = np.random.default_rng(seed)
+    return Inputs(*random.standard_normal((4, BATCH, length, HEADS, DIM), dtype=np.float32))
+
+
+def sample_rows(length: int, count: int = 8) -> np.ndarray:
+    """Positions spread over the text, the last one included, on both sides of stripe and chunk boundaries."""
+    spread = np.linspace(length // count - 1, length - 1, count).astype(int) - np.arange(count)[::-1]
+    return np.unique(np.maximum(spread, 0))
+
+
+def join(answers: Iterable[Answer]) -> Answer:
+    """One answer in text order from the parts of several processes."""
+    parts = list(answers)
+    positions = np.concatenate([part.positions for part in parts])
+    order = np.argsort(positions)
+    arrays = (np.concatenate([part[i] for part in parts], axis=1)[:, order] for i in range(1, 5))
+    return Answer(positions[order], *arrays)
+
+
+def visible_rows(mask: Mask, rows: np.ndarray, length: int) -> np.ndarray:
+    """The rows of the mask's picture, True where a query may see a key."""
+    lo, hi = (np.asarray(x)[:, rows, None] for x in mask.bounds(np.arange(length, dtype=np.int32), length))
+    key = np.arange(length)
+    return (lo <= key) & (key < hi)
+
+
+def oracle(inputs: Inputs, mask: Mask | None = None) -> Answer:
+    """In float64: output and dq at the sampled rows, dk and dv everywhere, for the cotangent `few`."""
+    rows = sample_rows(inputs.length)
+    attend = functools.partial(dense_attention, visible=visible_rows(mask or causal(), rows, inputs.length))
+    with jax.enable_x64(True):
+        q, k, v, dout = (x.astype(np.float64) for x in inputs)
+        out, pull = jax.vjp(attend, q[:, rows], k, v)
+        return Answer(rows, *(np.asarray(x) for x in (out, *pull(dout[:, rows]))))
+
+
+def judge(answer: Answer, truth: Answer) -> dict[str, Any]:
+    """The errors of a whole text's output and gradients, and what of them is more than rounding."""
+    length = truth.dk.shape[1]
+    if not np.array_equal(answer.positions, np.arange(length)):
+        raise ValueError("The parts of an answer must cover every position of the text once.")
+    errors = {}
+    for name in TOLERANCE:
+        got, want = getattr(answer, name), getattr(truth, name)
+        axes = (0, 2, 3) if name in ("out", "dq") else None
+        got = got[:, truth.positions] if axes else got
+        scale = np.maximum(np.abs(want).max(axes), SMALL * np.abs(want).max())  # dq of a row with one key is 0
+        errors[name] = float(np.max(np.abs(got - want).max(axes) / scale))
+    wrong = [name for name, error in errors.items() if not error <= TOLERANCE[name]]  # NaN is not
+    return {"length": length, "errors": errors, "wrong": wrong}
+
+
+def check(answer: Answer, truth: Answer, what: str) -> dict[str, Any]:
+    """A verdict for the record; raises if the answer is wrong."""
+    verdict = judge(answer, truth)
+    if verdict["wrong"]:
+        errors = ", ".join(f"{name} {verdict['errors'][name]:.1e}" for name in verdict["wrong"])
+        raise RuntimeError(f"{what} gives a wrong answer at {verdict['length']} tokens: {errors}. So it is not timed.")
+    return verdict
+
+
+def describe(verdict: dict[str, Any]) -> str:
+    """A verdict in words, for the screen."""
+    words = f"WRONG: {', '.join(verdict['wrong'])}" if verdict["wrong"] else "right"
+    return f"{words}, largest error {max(verdict['errors'].values()):.1e}"

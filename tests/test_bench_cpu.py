@@ -1,0 +1,287 @@
+"""The suites of `striped bench` that run on CPUs: from the command line to the JSON, with tiny texts."""
+
+import importlib.util
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import striped_attention as sa
+from striped_attention.bench import blocks, masks, overhead, peers, positions, problem, scale
+from striped_attention.bench.config import BenchConfig
+from striped_attention.bench.workers import Team
+from striped_attention.cli import main
+from striped_attention.layout import contiguous
+from striped_attention.mask import causal
+from striped_attention.training.errors import UsageError
+
+
+class Here(Team):
+    """A team of one in this process: JAX need not start again, nor compile again what it has compiled."""
+
+    def __init__(self, kind, cores, **options):
+        self.subject = kind(rank=0, ranks=1, port=0, **options)
+
+    alive = True
+
+    def ask(self, method, *arguments):
+        if method == "idle":
+            return [0.0]
+        return [getattr(self.subject, method)(*arguments)]
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def here(monkeypatch):
+    monkeypatch.setattr(blocks, "Team", Here)
+    monkeypatch.setattr(blocks, "check_pinned", lambda: [0])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_in_a_hurry():
+    """Here and in the processes of a suite: how fast they are is not looked at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def bench(tmp_path):
+    """Runs a suite and reads its result."""
+
+    def run(command):
+        path = tmp_path / "result.json"
+        assert main(["bench", *command.split(), "--output", str(path)]) == 0
+        result = json.loads(path.read_text())
+        assert result["benchmark"] == command.split()[0]
+        assert result["hardware"]["cores"] >= 1
+        assert {"started", "versions", "git", "configuration"} < set(result)
+        return result
+
+    return run
+
+
+def layouts_of(rows):
+    return [row["layout"] for row in rows]
+
+
+@pytest.mark.usefixtures("here")
+def test_layouts_are_timed_by_two_processes_and_by_their_critical_paths(bench, capsys):
+    result = bench("layouts --members 2 --lengths 128 --layouts striped(16) --rounds 1")
+    wall, path = result["wall"], result["critical_path"]
+    assert wall["devices"] == 2
+    assert "two processes, each pinned to a core" in wall["how"]
+    assert layouts_of(wall["rows"]) == ["contiguous()", "striped(16)"]
+    for row in wall["rows"]:
+        assert row["length"] == 128
+        assert row["both"] == row["samples"]["both"][0] > 0
+        assert row["over_contiguous"]["both"] == wall["rows"][0]["both"] / row["both"]
+    assert wall["rows"][1]["bound"] == pytest.approx(1.5, abs=0.2)
+    assert "not wall-clock" in path["how"]
+    assert [(row["devices"], row["layout"]) for row in path["rows"]] == [(2, "contiguous()"), (2, "striped(16)")]
+    for row in path["rows"]:
+        seconds = np.array(row["seconds"])
+        assert seconds.shape == (row["devices"], row["devices"])
+        assert row["both"] == pytest.approx(seconds.max(axis=0).sum())
+        assert 0 < row["forward"] < row["both"]
+    assert len(result["checks"]) == 2 + 2
+    assert max(error for check in result["checks"] for error in check["errors"].values()) < 1e-4
+    shown = capsys.readouterr().out
+    assert "critical path of 2 devices, 128 tokens" in shown
+    assert "two processes, 128 tokens: round 1 of 1" in shown
+
+
+@pytest.mark.usefixtures("here")
+def test_small_tiles_run_fewer_hidden_pairs(bench):
+    rows = bench("tiles --tiles 16 64 --members 2 --lengths 128 --layouts striped(1) --rounds 1")["rows"]
+    assert [(row["tile"], row["layout"]) for row in rows] == [
+        *((16, "contiguous()"), (16, "striped(1)"), (64, "contiguous()"), (64, "striped(1)"))
+    ]
+    assert {row["pairs"] for row in rows} == {128 * 129 // 2}
+    work = [row["tiles"] * row["tile"] ** 2 for row in rows]
+    assert work == [36 * 16**2, 40 * 16**2, 3 * 64**2, 4 * 64**2]
+    assert all(row["temporary_bytes"] > 0 and row["both"] > 0 for row in rows)
+    assert rows[3]["over_contiguous"] == rows[2]["both"] / rows[3]["both"]
+
+
+@pytest.mark.usefixtures("here")
+def test_masks_say_how_busy_the_busiest_device_is(bench):
+    asked = ["causal", "window(32)", "prefix(40)", "documents(20)", "documents(32,0)"]
+    rows = bench(f"masks --masks {' '.join(asked)} --members 2 --lengths 128 --layouts zigzag --rounds 1")["rows"]
+    assert list(dict.fromkeys(row["mask"] for row in rows)) == asked
+    assert layouts_of(rows) == ["contiguous()", "zigzag()"] * len(asked)
+    assert all(1 <= row["imbalance"] <= 2 for row in rows), "2 if one of two devices does everything"
+    assert rows[1]["bound"] == pytest.approx(1.5, abs=0.01)
+    assert rows[9]["bound"] == 1, "four documents of 32: both layouts give either device two"
+
+
+def test_masks_of_documents_are_as_long_as_they_say():
+    assert np.unique(masks.parse_mask("documents(32, 0)", 128).lo, return_counts=True)[1].tolist() == [32] * 4
+    assert len(np.unique(masks.parse_mask("documents(32)", 4096).lo)) > 32
+    for text in ("documents", "window", "window(0)", "causal(3)"):
+        with pytest.raises(UsageError, match="--masks") as caught:
+            masks.parse_mask(text, 128)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.fixture
+def ring_here(monkeypatch):
+    monkeypatch.setattr(positions, "Team", Here)
+    monkeypatch.setattr(positions, "use_virtual", lambda devices: None)
+
+
+@pytest.mark.usefixtures("ring_here")
+def test_positions_are_exact_in_any_layout(bench):
+    rows = bench("positions --members 2 --lengths 64 --layouts striped(4) --positions t5")["rows"]
+    (row,) = rows
+    assert (row["positions"], row["length"], row["layout"], row["devices"]) == ("t5", 64, "striped(4)", 2)
+    assert 0 < row["error"] == max(row["output"], row["gradient"]) < 1e-5
+
+
+@pytest.mark.usefixtures("ring_here")
+def test_wrong_positions_end_the_suite(monkeypatch, tmp_path):
+    right = positions.rotary
+    monkeypatch.setattr(positions, "rotary", lambda at, *options: right(at + at // 32, *options))
+    command = "bench positions --members 2 --lengths 64 --layouts striped(4) --positions rotary --output"
+    with pytest.raises(RuntimeError, match=r"rotary positions are wrong with striped\(4\) on 2 devices"):
+        main([*command.split(), str(tmp_path / "result.json")])
+
+
+def test_overhead_times_every_part_of_a_layer(bench, monkeypatch):
+    monkeypatch.setattr(blocks, "check_pinned", lambda: [0])
+    alone = {overhead.Member: Here, overhead.Wire: Team}
+    monkeypatch.setattr(overhead, "Team", lambda kind, cores, **options: alone[kind](kind, cores, **options))
+    result = bench("overhead --presets debug --members 4 --lengths 64 --layouts striped(4) --rounds 2")
+    what = ["attention", "merges", "projections", "feed-forward", "loss", "permute", "hops"]
+    assert [row["what"] for row in result["rows"]] == what
+    assert all(row["seconds"] > 0 and row["length"] == 64 and row["devices"] == 4 for row in result["rows"])
+    (checked,) = result["checks"]
+    assert set(checked["errors"]) == {"attention", "projections", "feed-forward", "loss"}
+    assert max(checked["errors"].values()) < 1e-5
+
+
+@pytest.mark.parametrize("error", [1e-3, float("nan")])
+def test_a_wrong_part_of_a_layer_ends_the_suite(error):
+    assert overhead.check({"loss": 1e-6}) == {"loss": 1e-6}
+    with pytest.raises(RuntimeError, match=r"feed-forward is wrong by .*\. Nothing was timed"):
+        overhead.check({"loss": 1e-6, "feed-forward": error})
+
+
+@pytest.mark.usefixtures("here")
+def test_scale_is_measured_here_and_planned_beyond(bench, monkeypatch):
+    monkeypatch.setattr(scale, "MEMBERS", 2)
+    planned = "--presets 1b --members 8 --lengths 262144 --hardware h100 v5p"
+    rows = bench(f"scale --measured 128 {planned} --layouts zigzag --rounds 1")["rows"]
+    assert [(row["measured"], row["hardware"]) for row in rows] == [
+        *[(True, "cpu")] * 2,
+        *[(False, "cpu")] * 2,
+        *[(False, "h100")] * 2,
+        *[(False, "v5p")] * 2,
+    ]
+    found = sa.plan(8, 262_144, hardware="h100", model="1b", layouts=[sa.zigzag()])
+    best = rows[4]
+    assert best["layout"] == "zigzag()"
+    assert best["tokens_per_second"] == pytest.approx(found.best.tokens_per_second)
+    assert best["over_contiguous"] == pytest.approx(best["tokens_per_second"] / rows[5]["tokens_per_second"])
+    assert best["fits"] is True
+    assert rows[1]["over_contiguous"] == pytest.approx(rows[1]["tokens_per_second"] / rows[0]["tokens_per_second"])
+
+
+def test_peers_that_are_not_installed_are_named_with_the_way_to_get_them(monkeypatch, capsys, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ringattention" else find(name))
+    command = ["bench", "peers", "--peers", "plain-jax", "ringattention", "--output", str(tmp_path / "result.json")]
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("striped: --peers ringattention: not installed. pip install 'striped-attention[peers]'")
+    assert said.count("\n") == 1
+    assert main([*command, "--lengths", "1000"]) == 2
+    assert "--lengths must be multiples of 1024" in capsys.readouterr().err
+
+
+class Clock:
+    """A contestant that knows the answer, or nearly, and takes as long as it is told."""
+
+    def __init__(self, seconds, off=1.0, **_):
+        self.seconds, self.off = seconds, off
+
+    def prepare(self, length):
+        truth = problem.oracle(problem.make_inputs(length))
+        whole = {name: np.zeros_like(truth.dk) for name in ("out", "dq")}
+        for name, x in whole.items():
+            x[:, truth.positions] = getattr(truth, name)
+        self.answer = problem.Answer(np.arange(length), **whole, dk=truth.dk, dv=truth.dv * self.off)
+
+    def check(self):
+        return self.answer
+
+    def run(self, kind):
+        return self.seconds
+
+    def peak(self):
+        return 1
+
+
+def test_peers_are_checked_and_compared_with_ours(bench, monkeypatch):
+    monkeypatch.setattr(peers, "Team", Here)
+    timed = [("ours", "ours", 1.0, 1.0), ("a", "plain-jax", 0.5, 1.001), ("b", "plain-jax", 3.0, 1.0)]
+    field = [peers.Entry(name, family, Clock, dict(seconds=s, off=off)) for name, family, s, off in timed]
+    monkeypatch.setattr(peers, "entries", lambda: field)
+    result = bench("peers --peers plain-jax --lengths 1024 --rounds 2")
+    assert [(entry["status"], entry["wrong"]) for entry in result["contestants"]] == [
+        *(("right", []), ("wrong", ["dv"]), ("right", []))
+    ]
+    assert result["contestants"][1]["lengths"]["1024"]["both"]["seconds"] == [0.5, 0.5], "called wrong, and timed"
+    assert result["fastest_jax_peer"]["1024"]["both"] == {"name": "b", "times_ours": 3.0}
+    field[0].options["off"] = 1.001
+    with pytest.raises(RuntimeError, match="ours gives a wrong answer at 1024 tokens: dv"):
+        bench("peers --peers plain-jax --lengths 1024 --rounds 1")
+
+
+@pytest.mark.usefixtures("here")
+def test_a_wrong_answer_ends_a_suite_before_anything_is_timed(monkeypatch):
+    case = blocks.Case(contiguous(), causal(), 2, 128)
+    with blocks.core() as team:
+        (answer,) = team.ask("prepare", "ring", case, 0)
+        truth = problem.oracle(problem.make_inputs(128))
+        assert problem.check(answer, truth, "a ring")["wrong"] == []
+        monkeypatch.setattr(team.subject, "seconds", lambda name: pytest.fail("timed"))
+        monkeypatch.setattr(problem, "oracle", lambda inputs, mask: truth._replace(dv=truth.dv * 1.001))
+        with pytest.raises(RuntimeError, match=r"contiguous\(\) on 2 devices gives a wrong answer at 128 tokens: dv"):
+            blocks.measure(team, [case], 1, [])
+
+
+@pytest.mark.parametrize(
+    ("suite", "options", "message"),
+    [
+        ("layouts", dict(layouts=("diagonal",)), "--layouts: A layout is written like contiguous, zigzag or striped"),
+        ("layouts", dict(layouts=("striped(0)",)), "--layouts: stripe must be a whole number of at least 1; got 0"),
+        ("layouts", dict(rounds=0), "--rounds must be at least 1; got 0"),
+        ("layouts", dict(members=(3,), lengths=(64,)), "--lengths multiples of twice that"),
+        ("layouts", dict(peers=("plain-jax",)), "--peers is an option of peers, not of layouts"),
+        ("tiles", dict(tiles=(0,)), "--tiles must be at least 1; got 0"),
+        ("masks", dict(tiles=(8,)), "--tiles is an option of tiles, not of masks"),
+        ("positions", dict(positions=("sinusoidal",)), "--positions must be some of rotary, absolute, alibi, t5"),
+        ("scale", dict(measured=(24,)), "--measured must be multiples of 16; got 24"),
+        ("scale", dict(hardware=("abacus",)), "--hardware must be some of a100, h100"),
+        ("peers", dict(peers=("nobody",)), "--peers must be some of ringattention, plain-jax"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(suite, options, message):
+    with pytest.raises(UsageError) as caught:
+        BenchConfig(suite, **options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_machine_with_too_few_cores_is_told_so(monkeypatch):
+    monkeypatch.setattr(blocks.record, "usable_cores", lambda: [3])
+    assert blocks.pick_cores(1) == [3]
+    with pytest.raises(UsageError, match=r"needs 2 cores on Linux.*may use 1"):
+        blocks.pick_cores(2)
