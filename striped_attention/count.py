@@ -85,23 +85,27 @@ def count_tile_rows(
         exact = mask.window is None and mask.lo is None
         cut = end
     runs = [(first, cut)] if (cut == end).all() else [(first, cut), (cut, end)]
-    changes = []
-    for row in range(mask.rows):
-        seen = []
-        for a, b in runs:
-            b = np.minimum(b, filled)
-            left, right = (layout.position(device, np.clip(x, 0, slots - 1), padded, devices) for x in (a, b - 1))
-            ends = _bounds(mask, row, left, length)[0], _bounds(mask, row, right, length)[1]
-            seen.append(tuple(layout.count_before_all(np.where(a < b, x, 0), padded, devices) for x in ends))
-        changes += _changes(seen, device, devices, tile_k)
     # In half the memory where that is enough, which takes half the time with thousands of devices.
     most = mask.rows * -(-slots // tile_q) * -(-slots // tile_k)
     counts = np.zeros((devices, devices), np.int32 if most <= INT32_MAX else np.int64)
-    for where, change in changes:
-        np.add.at(counts.reshape(-1), where, change.astype(counts.dtype))
+    for row in range(mask.rows):
+        seen = [_seen(layout, mask, row, length, devices, device, a, np.minimum(b, filled)) for a, b in runs]
+        for where, change in _changes(seen, device, devices, tile_k):
+            np.add.at(counts.reshape(-1), where, change.astype(counts.dtype))
     for step in range(1, devices):
         counts[step] += counts[step - 1]
     return counts.T, exact
+
+
+def _seen(
+    layout: Layout, mask: Mask, row: int, length: int, devices: int, device: np.ndarray, a: np.ndarray, b: np.ndarray
+) -> tuple[Stair, Stair]:
+    """Where the keys begin and end, on every device, that queries in the slots [a, b) see together."""
+    padded = layout.padded_length(length, devices)
+    left, right = (layout.position(device, np.clip(x, 0, padded // devices - 1), padded, devices) for x in (a, b - 1))
+    lo, hi = _bounds(mask, row, left, length)[0], _bounds(mask, row, right, length)[1]
+    begin, end = (layout.count_before_all(np.where(a < b, x, 0), padded, devices) for x in (lo, hi))
+    return begin, end
 
 
 def _bounds(mask: Mask, row: int, positions: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
@@ -115,7 +119,7 @@ def _bounds(mask: Mask, row: int, positions: np.ndarray, length: int) -> tuple[n
 
 
 def _changes(
-    seen: list[tuple[Stair, ...]], device: np.ndarray, devices: int, tile_k: int
+    seen: list[tuple[Stair, Stair]], device: np.ndarray, devices: int, tile_k: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """By how many tiles a device's steps differ from the step before: where (step · devices + device), and how many.
 

@@ -144,13 +144,8 @@ def plan(
       kernel: `auto` is the first that can do what a layout needs.
     """
     devices, length, batch = check_whole("devices", devices), check_whole("length", length), check_whole("batch", batch)
-    if devices > MOST_DEVICES:
-        raise ValueError(f"A plan has a table of devices × devices, for at most {MOST_DEVICES}; got {devices} devices.")
-    if kernel not in ("auto", *KERNELS):
-        raise ValueError(f"kernel must be one of {['auto', *KERNELS]}; got {kernel!r}.")
     mask = causal() if mask is None else mask
-    _check_mask(mask, length, batch)
-    contiguous().padded_length(length, devices)  # refuses what positions cannot number
+    _check(devices, length, mask, batch, kernel)
     shape, device = _named("model", PRESETS, ModelConfig, model), _named("hardware", HARDWARE, Hardware, hardware)
     setting = Setting(devices, length, mask, device, shape, batch, kernel)
     layouts = _layouts(length, devices) if layouts is None else list(dict.fromkeys([contiguous(), *layouts]))
@@ -175,7 +170,12 @@ def _named(what: str, known: dict[str, Any], kind: type, given: Any) -> Any:
     return known[given]
 
 
-def _check_mask(mask: Any, length: int, batch: int) -> None:
+def _check(devices: int, length: int, mask: Any, batch: int, kernel: str) -> None:
+    if devices > MOST_DEVICES:
+        raise ValueError(f"A plan has a table of devices × devices, for at most {MOST_DEVICES}; got {devices} devices.")
+    contiguous().padded_length(length, devices)  # refuses what positions cannot number
+    if kernel not in ("auto", *KERNELS):
+        raise ValueError(f"kernel must be one of {['auto', *KERNELS]}; got {kernel!r}.")
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a mask, like sa.causal() or sa.documents(segment_ids); got {mask!r}.")
     if mask.placed is not None:
