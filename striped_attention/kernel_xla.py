@@ -7,11 +7,11 @@ The forward pass keeps a running maximum and sum per row (online softmax). The b
 of a tile from `lse` and works on *transposed* tiles [keys, queries]: then dk, dv and dqᵀ are products of matrices as
 they lie in memory, which XLA's CPU library runs at about twice the speed of a product with a transposed left side.
 
-Tiles are computed in float32 (float64 for float64 inputs), whatever the dtype of q, k and v.
+Tiles are computed in float32 (float64 for float64 inputs), whatever the dtype of q, k and v; but an accelerator, made
+for that, multiplies bfloat16 inputs as they are, probabilities rounded to them, and adds up in float32.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +25,7 @@ from striped_attention.kernel import Block, Partial, Spans, accumulator, tile_sp
 
 FULL_OUT = True
 DEFAULT_TILE = (256, 256)  # queries × keys: 256 KiB of float32 scores, which a core's second-level cache holds
+ACCELERATOR_TILE = (1024, 1024)  # fewer, larger steps: each is a handful of kernels to launch
 
 
 def unsupported(*_: Any, **__: Any) -> None:
@@ -60,8 +61,7 @@ def _attend(
     v: Float[Array, "batch keys kv_heads dim"],
     block: Block,
 ) -> Partial:
-    tiles = _Tiles(q, k, block)
-    out, lse = tiles.map_heads(functools.partial(_head_forward, tiles), (tiles.grouped(q), k, v))
+    out, lse = _map_heads(_head_forward, q, k, block, (_grouped(q, k), k, v))
     return Partial(out.reshape(q.shape), lse.reshape(q.shape[:-1]))
 
 
@@ -75,110 +75,136 @@ def _attend_grad(
     v: Float[Array, "batch keys kv_heads dim"],
     block: Block,
 ) -> tuple[Array, Array, Array, Bias | None]:
-    tiles = _Tiles(q, k, block)
-    arrays = (*map(tiles.grouped, (q, dout, lse, delta)), k, v)
-    dq, dk, dv, dbias = tiles.map_heads(functools.partial(_head_backward, tiles), arrays)
+    arrays = (*(_grouped(x, k) for x in (q, dout, lse, delta)), k, v)
+    dq, dk, dv, dbias = _map_heads(_head_backward, q, k, block, arrays)
     dbias = jax.tree.map(lambda x: jnp.sum(x, axis=(0, 1)).reshape(-1, *x.shape[4:]), dbias)
     return dq.reshape(q.shape), dk, dv, dbias
 
 
-class _Tiles:
-    """Sizes of a block's tiles, and the way from the caller's arrays to one head's and back."""
+def _grouped(x: Array, k: Array) -> Array:
+    """[batch, queries, heads, ...] -> [batch, queries, kv_heads, group, ...]."""
+    return x.reshape(*x.shape[:2], k.shape[2], -1, *x.shape[3:])
 
-    def __init__(self, q: Array, k: Array, block: Block) -> None:
+
+def _map_heads(head: Callable[..., Any], q: Array, k: Array, block: Block, arrays: tuple[Array, ...]) -> Any:
+    """Run `head(tiles, *arrays, bias, rows)` for every sequence and key head of arrays [batch, n, kv_heads, ...].
+
+    Sequences may have masks, so tile counts, of their own: they go one after the other. Heads share a mask. A CPU
+    takes them one by one, out of arrays as they lie and into results as they shall lie, which keeps a tile in its
+    cache and makes no transposed copies; an accelerator takes them all at once.
+    """
+    batch, kv_heads = k.shape[0], k.shape[2]
+    split = lambda x: x.astype(accumulator(q.dtype)).reshape(kv_heads, -1, *x.shape[1:])  # noqa: E731
+    bias = jax.tree.map(split, block.bias)
+
+    def one_by_one(arrays: Any, block: Block) -> Any:
+        tiles = _Tiles(q, k, block, accelerator=False)
+
+        def run(i: Any) -> Any:
+            sequence, one = i // kv_heads, i % kv_heads
+            own = lambda x: _index(_index(x, sequence, 0), one, 1)  # noqa: E731
+            head_bias = jax.tree.map(lambda x: _index(x, one, 0), bias)
+            rows = jax.tree.map(lambda x: _index(x, sequence, 0), tiles.rows)
+            return head(tiles, *map(own, arrays), head_bias, rows)
+
+        def step(i: Any, results: Any) -> Any:
+            place = lambda x: (i // kv_heads, 0, i % kv_heads, *[0] * (x.ndim - 3))  # noqa: E731
+            put = lambda x, part: lax.dynamic_update_slice(x, part[None, :, None], place(x))  # noqa: E731
+            return jax.tree.map(put, results, run(i))
+
+        def blank(x: Any) -> Array:
+            return jnp.zeros_like(arrays[0], shape=(batch, x.shape[0], kv_heads, *x.shape[1:]), dtype=x.dtype)
+
+        return lax.fori_loop(0, batch * kv_heads, step, jax.tree.map(blank, jax.eval_shape(run, 0)))
+
+    def all_at_once(arrays: Any, block: Block) -> Any:
+        tiles = _Tiles(q, k, block, accelerator=True)
+
+        def sequence(args: Any) -> Any:
+            arrays, rows = args
+            over_heads = jax.vmap(lambda arrays, bias: head(tiles, *arrays, bias, rows), in_axes=(1, 0), out_axes=1)
+            return over_heads(arrays, bias)
+
+        return lax.map(sequence, (arrays, tiles.rows))
+
+    return lax.platform_dependent(arrays, block, cpu=one_by_one, default=all_at_once)
+
+
+class _Tiles:
+    """Sizes of a block's tiles, what they are computed in, and the way from one head's arrays to tiles and back.
+
+    A key head serves a group of query heads. A row of tiles takes `width` of them together: one on a CPU, whose cache
+    would not hold more; the whole group on an accelerator.
+    """
+
+    def __init__(self, q: Array, k: Array, block: Block, accelerator: bool) -> None:
         self.block = block
         self.dtype = accumulator(q.dtype)
-        self.batch, self.n_q, self.heads, self.dim = q.shape
-        self.n_k, self.kv_heads = k.shape[1:3]
-        self.group = self.heads // self.kv_heads
-        tile_q, tile_k = block.tile or DEFAULT_TILE
+        self.operand = q.dtype if accelerator and q.dtype == jnp.bfloat16 else self.dtype
+        batch, self.n_q, heads, self.dim = q.shape
+        self.n_k, kv_heads = k.shape[1:3]
+        self.group = heads // kv_heads
+        self.width = self.group if accelerator else 1
+        tile_q, tile_k = block.tile or (ACCELERATOR_TILE if accelerator else DEFAULT_TILE)
         self.tile_q, self.tile_k = min(tile_q, self.n_q), min(tile_k, self.n_k)
         self.tile_rows = -(-self.n_q // self.tile_q)
         self.query_pad = self.tile_rows * self.tile_q - self.n_q
         self.key_pad = -self.n_k % self.tile_k
         edge = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, self.query_pad)], mode="edge")  # noqa: E731
-        everyone = lambda x: jnp.broadcast_to(x, (self.batch, *x.shape[1:]))  # noqa: E731
+        everyone = lambda x: jnp.broadcast_to(x, (batch, *x.shape[1:]))  # noqa: E731
         spans = tile_spans(block.start, block.end, self.tile_q, self.tile_k)
         self.rows = jax.tree.map(everyone, (edge(block.start), edge(block.end), spans))
         self.query_positions = edge(block.query_positions)
         self.key_positions = jnp.pad(block.key_positions, (0, self.key_pad))
 
-    def grouped(self, x: Array) -> Array:
-        """[batch, queries, heads, ...] -> [batch, queries, kv_heads, group, ...]."""
-        return x.reshape(*x.shape[:2], self.kv_heads, self.group, *x.shape[3:])
-
-    def queries(self, x: Array, edge: bool = True) -> Array:
-        """[queries, group, ...] of one head -> [group * padded queries, ...], one member's rows after the other's."""
-        x = jnp.swapaxes(x.astype(self.dtype), 0, 1)
+    def queries(self, x: Array, dtype: Any, edge: bool = True) -> Array:
+        """[queries, group, ...] of one head -> rows of tiles one after the other, [rows of tiles * width * tile_q, ...]."""
+        x = jnp.swapaxes(x.astype(dtype), 0, 1)
         x = jnp.pad(x, [(0, 0), (0, self.query_pad), *[(0, 0)] * (x.ndim - 2)], mode="edge" if edge else "constant")
-        return x.reshape(-1, *x.shape[2:])
+        x = x.reshape(-1, self.width, self.tile_rows, self.tile_q, *x.shape[2:])
+        return jnp.swapaxes(x, 1, 2).reshape(-1, *x.shape[4:])
 
     def queries_back(self, x: Array) -> Array:
         """The inverse of `queries`."""
-        return jnp.swapaxes(x.reshape(self.group, -1, *x.shape[1:])[:, : self.n_q], 0, 1)
+        x = jnp.swapaxes(x.reshape(-1, self.tile_rows, self.width, self.tile_q, *x.shape[1:]), 1, 2)
+        return jnp.swapaxes(x.reshape(self.group, -1, *x.shape[4:])[:, : self.n_q], 0, 1)
 
     def keys(self, x: Array) -> Array:
         """[keys, dim] of one head -> [padded keys, dim]."""
-        return jnp.pad(x.astype(self.dtype), [(0, self.key_pad), (0, 0)])
+        return jnp.pad(x.astype(self.operand), [(0, self.key_pad), (0, 0)])
 
     def keys_back(self, x: Array) -> Array:
         """The inverse of `keys`."""
         return x[: self.n_k]
 
-    def map_heads(self, one_head: Callable[..., Any], arrays: tuple[Array, ...]) -> Any:
-        """Run `one_head(*arrays, bias, rows)` for every sequence and key head of arrays [batch, n, kv_heads, ...].
+    def row(self, r: Any) -> tuple[Any, Any]:
+        """The first member of the group and the row of query tiles that row `r` of all is about."""
+        return r // self.tile_rows * self.width, r % self.tile_rows
 
-        Sequences may have masks, so tile counts, of their own: they go one after the other. Heads share a mask. A CPU
-        takes them one by one, out of arrays as they lie and into results as they shall lie, which keeps a tile in its
-        cache and makes no transposed copies; an accelerator takes them all at once.
-        """
-        split = lambda x: x.astype(self.dtype).reshape(self.kv_heads, self.group, *x.shape[1:])  # noqa: E731
-        bias = jax.tree.map(split, self.block.bias)
-
-        def one_by_one(arrays: Any, rows: Any) -> Any:
-            def run(i: Any) -> Any:
-                sequence, head = i // self.kv_heads, i % self.kv_heads
-                own = lambda x: _index(_index(x, sequence, 0), head, 1)  # noqa: E731
-                head_bias = jax.tree.map(lambda x: _index(x, head, 0), bias)
-                return one_head(*map(own, arrays), head_bias, jax.tree.map(lambda x: _index(x, sequence, 0), rows))
-
-            def step(i: Any, results: Any) -> Any:
-                place = lambda x: (i // self.kv_heads, 0, i % self.kv_heads, *[0] * (x.ndim - 3))  # noqa: E731
-                put = lambda x, part: lax.dynamic_update_slice(x, part[None, :, None], place(x))  # noqa: E731
-                return jax.tree.map(put, results, run(i))
-
-            def blank(x: Any) -> Array:
-                shape = (self.batch, x.shape[0], self.kv_heads, *x.shape[1:])
-                return jnp.zeros_like(arrays[0], shape=shape, dtype=x.dtype)
-
-            results = jax.tree.map(blank, jax.eval_shape(run, 0))
-            return lax.fori_loop(0, self.batch * self.kv_heads, step, results)
-
-        def all_at_once(arrays: Any, rows: Any) -> Any:
-            def sequence(args: Any) -> Any:
-                arrays, rows = args
-                over_heads = jax.vmap(lambda arrays, bias: one_head(*arrays, bias, rows), in_axes=(1, 0), out_axes=1)
-                return over_heads(arrays, bias)
-
-            return lax.map(sequence, (arrays, rows))
-
-        return lax.platform_dependent(arrays, self.rows, cpu=one_by_one, default=all_at_once)
+    def dot(self, a: Array, b: Array) -> Array:
+        """The product of two matrices: bfloat16 in, float32 out is exact; float32 is not rounded to less."""
+        precision = None if self.operand == jnp.bfloat16 else lax.Precision.HIGHEST
+        a, b = a.astype(self.operand), b.astype(self.operand)
+        return jnp.dot(a, b, precision=precision, preferred_element_type=self.dtype)
 
 
 def _logits(tiles: _Tiles, product: Array, bias: Bias | None, key_first: Array, query_first: Array, axis: int) -> Array:
-    """Scores of a tile from its products q·k: softcap, then bias. Queries lie along `axis` of the tile."""
+    """Scores of a tile from its products q·k: scale, softcap, bias. Queries lie along `axis` of the tile."""
     block = tiles.block
+    product = product * block.scale
     if block.softcap is not None:
         product = block.softcap * jnp.tanh(product / block.softcap)
     if bias is not None:
         query = _slice(tiles.query_positions, query_first, tiles.tile_q)
         key = _slice(tiles.key_positions, key_first, tiles.tile_k)
-        product = product + bias.at(jnp.expand_dims(key, axis) - jnp.expand_dims(query, 1 - axis))
+        distance = jnp.expand_dims(key, axis) - jnp.expand_dims(query, 1 - axis)
+        product = product + jax.vmap(lambda b: b.at(distance), out_axes=axis)(bias).reshape(product.shape)
     return product
 
 
 def _visible(tiles: _Tiles, start: Array, end: Array, key_first: Array, axis: int) -> Array:
     """Which scores of a tile the mask lets through; queries lie along `axis`."""
+    start, end = jnp.tile(start, tiles.width), jnp.tile(end, tiles.width)
     slot = jnp.expand_dims(key_first + jnp.arange(tiles.tile_k, dtype=jnp.int32), axis)
     return (jnp.expand_dims(start, 1 - axis) <= slot) & (slot < jnp.expand_dims(end, 1 - axis))
 
@@ -196,39 +222,36 @@ def _each_tile(spans: Spans, step: Callable[[Any, Any, bool], Any], carry: Any) 
 
 def _head_forward(tiles: _Tiles, q: Array, k: Array, v: Array, bias: Bias | None, rows: Any) -> tuple[Array, Array]:
     start, end, spans = rows
-    tile_q, tile_k = tiles.tile_q, tiles.tile_k
-    q, k, v = tiles.queries(q) * tiles.block.scale, tiles.keys(k), tiles.keys(v)
+    tile_q, tile_k, high = tiles.tile_q, tiles.tile_k, tiles.width * tiles.tile_q
+    q, k, v = tiles.queries(q, tiles.operand), tiles.keys(k), tiles.keys(v)
 
     def row(r: Any, carry: Any) -> Any:
         out, lse = carry
-        member, i = r // tiles.tile_rows, r % tiles.tile_rows
-        query = _slice(q, r * tile_q, tile_q)
+        member, i = tiles.row(r)
+        query = _slice(q, r * high, high)
         row_start, row_end = (_slice(x, i * tile_q, tile_q) for x in (start, end))
-        row_bias = jax.tree.map(lambda x: x[member], bias)
+        row_bias = jax.tree.map(lambda x: _slice(x, member, tiles.width), bias)
 
         def step(j: Any, carry: Any, masked: bool) -> Any:
             top, total, acc = carry
             key, value = (_slice(x, j * tile_k, tile_k) for x in (k, v))
-            scores = _logits(tiles, _dot(query, key.T), row_bias, j * tile_k, i * tile_q, axis=0)
+            scores = _logits(tiles, tiles.dot(query, key.T), row_bias, j * tile_k, i * tile_q, axis=0)
             if masked:
                 scores = jnp.where(_visible(tiles, row_start, row_end, j * tile_k, axis=0), scores, -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
             shift = jnp.where(jnp.isneginf(new_top), 0, new_top)  # a row that has seen nothing yet: no -inf - -inf
             p = jnp.exp(scores - shift[:, None])
             fade = jnp.exp(top - shift)
-            return new_top, total * fade + jnp.sum(p, axis=1), acc * fade[:, None] + _dot(p, value)
+            return new_top, total * fade + jnp.sum(p, axis=1), acc * fade[:, None] + tiles.dot(p, value)
 
-        nothing = (
-            jnp.full_like(q, -jnp.inf, shape=(tile_q,)),
-            jnp.zeros_like(q, shape=(tile_q,)),
-            jnp.zeros_like(q, shape=(tile_q, tiles.dim)),
-        )
+        blank = lambda *shape: jnp.zeros_like(q, shape=shape, dtype=tiles.dtype)  # noqa: E731
+        nothing = blank(high) - jnp.inf, blank(high), blank(high, tiles.dim)
         top, total, acc = _each_tile(jax.tree.map(lambda x: x[i], spans), step, nothing)
         row_out = acc / jnp.where(total == 0, 1, total)[:, None]
-        return _update(out, row_out, r * tile_q), _update(lse, top + jnp.log(total), r * tile_q)
+        return _update(out, row_out, r * high), _update(lse, top + jnp.log(total), r * high)
 
-    empty = (jnp.zeros_like(q), jnp.zeros_like(q, shape=q.shape[:1]))
-    out, lse = lax.fori_loop(0, tiles.group * tiles.tile_rows, row, empty)
+    empty = jnp.zeros_like(q, dtype=tiles.dtype), jnp.zeros_like(q, shape=q.shape[:1], dtype=tiles.dtype)
+    out, lse = lax.fori_loop(0, q.shape[0] // high, row, empty)
     return tiles.queries_back(out), tiles.queries_back(lse)
 
 
@@ -236,51 +259,47 @@ def _head_backward(
     tiles: _Tiles, q: Array, dout: Array, lse: Array, delta: Array, k: Array, v: Array, bias: Bias | None, rows: Any
 ) -> tuple[Array, Array, Array, Bias | None]:
     start, end, spans = rows
-    tile_q, tile_k = tiles.tile_q, tiles.tile_k
+    tile_q, tile_k, high = tiles.tile_q, tiles.tile_k, tiles.width * tiles.tile_q
     # A padding row repeats the last real one, so that its probabilities are finite, and its gradient is 0.
-    q, lse = tiles.queries(q) * tiles.block.scale, tiles.queries(lse)
-    dout, delta = tiles.queries(dout, edge=False), tiles.queries(delta, edge=False)
+    q, lse = tiles.queries(q, tiles.operand), tiles.queries(lse, tiles.dtype)
+    dout, delta = tiles.queries(dout, tiles.operand, edge=False), tiles.queries(delta, tiles.dtype, edge=False)
     k, v = tiles.keys(k), tiles.keys(v)
     k_transposed = k.T
 
     def row(r: Any, carry: Any) -> Any:
         dq, dk, dv, dbias = carry
-        member, i = r // tiles.tile_rows, r % tiles.tile_rows
-        query, row_dout, row_lse, row_delta = (_slice(x, r * tile_q, tile_q) for x in (q, dout, lse, delta))
+        member, i = tiles.row(r)
+        query, row_dout, row_lse, row_delta = (_slice(x, r * high, high) for x in (q, dout, lse, delta))
         row_lse = jnp.where(jnp.isneginf(row_lse), 0, row_lse)
         row_start, row_end = (_slice(x, i * tile_q, tile_q) for x in (start, end))
-        row_bias = jax.tree.map(lambda x: x[member], bias)
+        row_bias = jax.tree.map(lambda x: _slice(x, member, tiles.width), bias)
 
         def step(j: Any, carry: Any, masked: bool) -> Any:
             dq_transposed, dk, dv, row_dbias = carry
             key, value = (_slice(x, j * tile_k, tile_k) for x in (k, v))
             logits = lambda product, bias: _logits(tiles, product, bias, j * tile_k, i * tile_q, axis=1)  # noqa: E731
-            scores, logits_grad = jax.vjp(logits, _dot(key, query.T), row_bias)
+            scores, logits_grad = jax.vjp(logits, tiles.dot(key, query.T), row_bias)
             p = jnp.exp(scores - row_lse[None, :])
             if masked:
                 p = jnp.where(_visible(tiles, row_start, row_end, j * tile_k, axis=1), p, 0)
-            dscores = p * (_dot(value, row_dout.T) - row_delta[None, :])
+            dscores = p * (tiles.dot(value, row_dout.T) - row_delta[None, :])
             dproduct, tile_dbias = logits_grad(dscores)
             return (
-                dq_transposed + _dot(_slice(k_transposed, j * tile_k, tile_k, axis=1), dproduct),
-                _add(dk, _dot(dproduct, query), j * tile_k),
-                _add(dv, _dot(p, row_dout), j * tile_k),
+                dq_transposed + tiles.dot(_slice(k_transposed, j * tile_k, tile_k, axis=1), dproduct),
+                _add(dk, tiles.dot(dproduct, query), j * tile_k),
+                _add(dv, tiles.dot(p, row_dout), j * tile_k),
                 jax.tree.map(jnp.add, row_dbias, tile_dbias),
             )
 
-        nothing = (jnp.zeros_like(q, shape=(tiles.dim, tile_q)), dk, dv, jax.tree.map(jnp.zeros_like, row_bias))
+        nothing = jnp.zeros_like(dq, shape=(tiles.dim, high)), dk, dv, jax.tree.map(jnp.zeros_like, row_bias)
         dq_transposed, dk, dv, row_dbias = _each_tile(jax.tree.map(lambda x: x[i], spans), step, nothing)
-        dbias = jax.tree.map(lambda total, x: total.at[member].add(x), dbias, row_dbias)
-        return _update(dq, dq_transposed.T, r * tile_q), dk, dv, dbias
+        dbias = jax.tree.map(lambda total, x: _add(total, x, member), dbias, row_dbias)
+        return _update(dq, dq_transposed.T, r * high), dk, dv, dbias
 
-    nothing = (jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), jax.tree.map(jnp.zeros_like, bias))
-    dq, dk, dv, dbias = lax.fori_loop(0, tiles.group * tiles.tile_rows, row, nothing)
+    sums = tuple(jnp.zeros_like(x, dtype=tiles.dtype) for x in (q, k, v))
+    dq, dk, dv, dbias = lax.fori_loop(0, q.shape[0] // high, row, (*sums, jax.tree.map(jnp.zeros_like, bias)))
     dbias = jax.tree.map(lambda x: x[None], dbias)  # [n, ...] with n = 1, like the other results
-    return tiles.queries_back(dq * tiles.block.scale), tiles.keys_back(dk), tiles.keys_back(dv), dbias
-
-
-def _dot(a: Array, b: Array) -> Array:
-    return jnp.dot(a, b, precision=lax.Precision.HIGHEST)
+    return tiles.queries_back(dq), tiles.keys_back(dk), tiles.keys_back(dv), dbias
 
 
 def _index(x: Array, i: Any, axis: int) -> Array:

@@ -11,7 +11,7 @@ from striped_attention.kernel import Block, Partial, merge, tile_spans
 from striped_attention.oracle import dense_partial
 from tests.compare import FLOAT32_TOLERANCE
 
-RANGES = {name: kernel for name, kernel in KERNELS.items() if name != "cudnn"}  # what takes arbitrary ranges
+RANGES = ["xla", "xla as on accelerators"]  # what takes arbitrary ranges
 
 # batch, queries, keys, heads, kv_heads, dim, tile
 SHAPES = [
@@ -25,6 +25,26 @@ OPTIONS = {
     "alibi": {"bias": lambda x: sa.alibi(abs(x[:, 0]) / 16)},
     "relative": {"bias": lambda x: sa.relative_bias(x.T, bidirectional=True, max_distance=40), "softcap": 3.0},
 }
+
+
+@pytest.fixture(params=RANGES)
+def kernel(request, monkeypatch):
+    """A kernel; of the two ways that `xla` goes by platform, both are run on this one."""
+    name, _, way = request.param.partition(" ")
+    if not way:
+        yield KERNELS[name]
+        return
+    taken = []
+
+    def platform_dependent(*args, default, **_):
+        taken.append(default)
+        return default(*args)
+
+    jax.clear_caches()
+    monkeypatch.setattr(jax.lax, "platform_dependent", platform_dependent)
+    yield KERNELS[name]
+    jax.clear_caches()
+    assert len(taken) >= 2, "forward and backward"
 
 
 def random_ranges(rng, rows, queries, keys):
@@ -88,7 +108,6 @@ def assert_close(actual, expected, tolerance=FLOAT32_TOLERANCE):
         assert error <= tolerance, f"{name}: error {error:.2e}"
 
 
-@pytest.mark.parametrize("kernel", RANGES.values(), ids=RANGES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("rows", ["one mask for all", "a mask for each"])
 def test_arbitrary_ranges(kernel, shape, rows):
@@ -99,7 +118,6 @@ def test_arbitrary_ranges(kernel, shape, rows):
         assert_close(kernel_run(kernel, shape[-1], inputs, start, end, positions, {}, dout), expected)
 
 
-@pytest.mark.parametrize("kernel", RANGES.values(), ids=RANGES)
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option(kernel, shape, name):
@@ -109,7 +127,6 @@ def test_every_option(kernel, shape, name):
     assert_close(kernel_run(kernel, shape[-1], inputs, start, end, positions, OPTIONS[name], dout), expected)
 
 
-@pytest.mark.parametrize("kernel", RANGES.values(), ids=RANGES)
 def test_a_bias_of_minus_infinity_hides_keys(kernel):
     """Whole tiles of them, for some queries all of them, though the mask shows every key."""
     shape = (1, 16, 40, 4, 2, 8, (8, 8))
@@ -127,17 +144,17 @@ def test_a_bias_of_minus_infinity_hides_keys(kernel):
     assert_close(actual, expected)
 
 
-@pytest.mark.parametrize("kernel", RANGES.values(), ids=RANGES)
-def test_results_are_float32_for_bfloat16_inputs(kernel):
+def test_results_are_float32_for_bfloat16_inputs(kernel, request):
     rng, inputs, dout, positions = make(SHAPES[0], 0, "bfloat16")
     start, end = random_ranges(rng, 1, 24, 24)
     actual = kernel_run(kernel, (8, 4), inputs, start, end, positions, {}, dout)
     assert {x.dtype for x in actual} == {jnp.float32.dtype}
-    # The tiles are float32 inside, so the inputs' own rounding is the only one.
-    assert_close(actual, oracle(inputs, start, end, positions, {}, dout))
+    # Tiles are float32 inside, so the inputs' own rounding is the only one; an accelerator rounds probabilities too.
+    rounds = "accelerators" in request.node.name or jax.default_backend() != "cpu"
+    tolerance = 2.0**-8 if rounds else FLOAT32_TOLERANCE
+    assert_close(actual, oracle(inputs, start, end, positions, {}, dout), tolerance)
 
 
-@pytest.mark.parametrize("kernel", RANGES.values(), ids=RANGES)
 def test_rows_without_keys_give_nothing_and_get_nothing(kernel):
     _, inputs, dout, positions = make(SHAPES[0], 0)
     nothing = np.full((1, 24), 7, np.int32)
@@ -147,7 +164,6 @@ def test_rows_without_keys_give_nothing_and_get_nothing(kernel):
         assert (np.asarray(x) == 0).all()
 
 
-@pytest.mark.parametrize("kernel", RANGES.values(), ids=RANGES)
 def test_blocks_merge_to_the_whole_and_gradients_add_up(kernel):
     shape = (2, 24, 40, 4, 2, 8, (8, 8))
     rng, (q, k, v, _), dout, (qp, kp) = make(shape, 3)
@@ -196,26 +212,6 @@ def test_merge_has_a_gradient_where_nothing_is_seen():
     for last in (something, nothing):
         grads = jax.grad(lambda a, b, c: merge(merge(a, b), c).out.sum(), argnums=(0, 1, 2))(nothing, nothing, last)
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(grads))
-
-
-def test_heads_all_at_once_give_the_same_as_one_by_one(monkeypatch):
-    """An accelerator takes heads together, a CPU one after the other: both ways are run here."""
-    taken = []
-
-    def all_at_once(*args, cpu, default):
-        taken.append(default)
-        return default(*args)
-
-    shape = SHAPES[0]
-    rng, inputs, dout, positions = make(shape, 0)
-    start, end = random_ranges(rng, shape[0], shape[1], shape[2])
-    expected = oracle(inputs, start, end, positions, OPTIONS["relative"], dout)
-    jax.clear_caches()
-    monkeypatch.setattr(jax.lax, "platform_dependent", all_at_once)
-    actual = kernel_run(KERNELS["xla"], shape[-1], inputs, start, end, positions, OPTIONS["relative"], dout)
-    jax.clear_caches()
-    assert len(taken) == 2, "forward and backward"
-    assert_close(actual, expected)
 
 
 def test_tile_spans_cover_exactly_what_is_seen():
