@@ -93,15 +93,19 @@ class Rates:
 # Fitted to benchmarks/results/gpu_attention_*.json, by least squares of relative errors; a test repeats that.
 _CUDNN = Rates(
     tile=(128, 128),
-    forward=Rate(efficiency=0.601, query_bytes=16.3, seconds=78e-6),
-    backward=Rate(efficiency=0.548, query_bytes=70.7, seconds=85e-6),
+    forward=Rate(efficiency=0.601, query_bytes=16.1, seconds=78.6e-6),
+    backward=Rate(efficiency=0.547, query_bytes=71.9, seconds=81.9e-6),
     known="measured on an H200",
     lanes=64,  # seen with the 100 of preset 3b: benchmarks/results/gpu_step_3b_64k.json
 )
-# Nobody has measured these yet. This kernel multiplies in float32: a GPU does that at 67 of 989 TFLOP/s at best (H100
-# data sheet), a TPU in six bf16 products.
-_XLA_GPU = Rates((256, 256), Rate(0.03, 16.3, 78e-6), Rate(0.03, 70.7, 85e-6), "assumed, not measured")
-_XLA_TPU = Rates((256, 256), Rate(0.08, 16.3, 20e-6), Rate(0.08, 70.7, 20e-6), "assumed, not measured")
+# Fitted to benchmarks/results/gpu_masks_*.json, as above.
+_XLA_GPU = Rates(
+    tile=(1024, 1024),
+    forward=Rate(efficiency=0.0855, query_bytes=153, seconds=330e-6),
+    backward=Rate(efficiency=0.117, query_bytes=159, seconds=342e-6),
+    known="measured on an H200",
+)
+_XLA_TPU = dataclasses.replace(_XLA_GPU, known="assumed to be as on an H200, not measured")
 # Fitted to benchmarks/results/cpu_balance.json and cpu_balance_8192.json, as above.
 _XLA_CPU = Rates((256, 256), Rate(0.611), Rate(0.738), "measured on a core of an AMD EPYC")
 RATES = {
@@ -112,4 +116,4 @@ RATES = {
 }
 # Useful FLOPs of everything but attention, recomputation and all that is not a product taken into account; fitted to
 # benchmarks/results/gpu_step_*.json.
-MATRIX_EFFICIENCY = 0.433
+MATRIX_EFFICIENCY = 0.439

@@ -158,7 +158,7 @@ class _Tiles:
         self.key_positions = jnp.pad(block.key_positions, (0, self.key_pad))
 
     def queries(self, x: Array, dtype: Any, edge: bool = True) -> Array:
-        """[queries, group, ...] of one head -> rows of tiles one after the other, [rows of tiles * width * tile_q, ...]."""
+        """[queries, group, ...] of one head -> [rows of tiles * width * tile_q, ...], one row after the other."""
         x = jnp.swapaxes(x.astype(dtype), 0, 1)
         x = jnp.pad(x, [(0, 0), (0, self.query_pad), *[(0, 0)] * (x.ndim - 2)], mode="edge" if edge else "constant")
         x = x.reshape(-1, self.width, self.tile_rows, self.tile_q, *x.shape[2:])

@@ -10,7 +10,7 @@ import pytest
 import striped_attention as sa
 from striped_attention.bench import blocks, masks, overhead, peers, positions, problem, scale
 from striped_attention.bench.config import BenchConfig
-from striped_attention.bench.workers import Team
+from striped_attention.bench.workers import Team, WorkerError
 from striped_attention.cli import main
 from striped_attention.layout import contiguous
 from striped_attention.mask import causal
@@ -119,6 +119,28 @@ def test_masks_say_how_busy_the_busiest_device_is(bench):
     assert all(1 <= row["imbalance"] <= 2 for row in rows), "2 if one of two devices does everything"
     assert rows[1]["bound"] == pytest.approx(1.5, abs=0.01)
     assert rows[9]["bound"] == 1, "four documents of 32: both layouts give either device two"
+
+
+@pytest.mark.usefixtures("here")
+def test_a_gpu_is_given_more_heads_in_bfloat16(bench, monkeypatch):
+    monkeypatch.setitem(problem.SHAPES, "gpu", problem.Shape(4, 2, 8, "bfloat16"))
+    monkeypatch.setitem(blocks.PLATFORMS, "gpu", "cpu")  # this test has none
+    options = "--platform gpu --tiles 16 --members 2 --lengths 128 --layouts zigzag --rounds 1"
+    result = bench(f"tiles {options} --masks documents(20)")
+    assert result["configuration"]["dtype"] == "bfloat16"
+    assert {(row["platform"], row["mask"]) for row in result["rows"]} == {("gpu", "documents(20)")}
+    assert all(max(check["errors"].values()) < 0.03 for check in result["checks"])
+
+
+def test_a_machine_without_a_gpu_is_told_so(capsys, monkeypatch):
+    def nothing(*_, **__):
+        raise WorkerError("RuntimeError: no cuda here")
+
+    monkeypatch.setattr(blocks, "Team", nothing)
+    assert main(["bench", "masks", "--platform", "gpu"]) == 2
+    assert capsys.readouterr().err == (
+        "striped: --platform gpu needs one, and JAX's packages for it. RuntimeError: no cuda here\n"
+    )
 
 
 def test_masks_of_documents_are_as_long_as_they_say():

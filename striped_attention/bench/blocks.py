@@ -7,7 +7,7 @@ queries of device d with the keys that it holds at step j) is run by itself, by 
 
 is how long the ring would compute: nobody waits for a wire, and merges, some percent of a step, are left out. The
 blocks and the kernel are the ring's own. Rings to be compared take turns, and a block's seconds are the median of its
-rounds.
+rounds. One GPU can stand for many in the same way.
 """
 
 import dataclasses
@@ -24,7 +24,8 @@ import numpy as np
 
 from striped_attention.attention import KERNELS
 from striped_attention.bench import problem, record
-from striped_attention.bench.workers import Team
+from striped_attention.bench.run import say
+from striped_attention.bench.workers import Team, WorkerError
 from striped_attention.count import Counts, count_pairs
 from striped_attention.kernel import Block, merge
 from striped_attention.layout import Layout, contiguous
@@ -33,22 +34,23 @@ from striped_attention.ring import Ring
 from striped_attention.training.errors import UsageError
 
 HOW = (
-    "Critical path: every block timed by itself on one core, without transfers and merges; "
+    "Critical path: every block timed by itself on one core or GPU, without transfers and merges; "
     "the sum over steps of the busiest device's seconds, not wall-clock."
 )
 KERNEL = KERNELS["xla"]
+PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A ring to be timed; `tile` is a side of the kernel's tiles, None for its own choice; `dim` is a head's width."""
+    """A ring to be timed; `tile` is a side of the kernel's tiles, None for its own choice."""
 
     layout: Layout
     mask: Mask
     devices: int
     length: int
     tile: int | None = None
-    dim: int = problem.DIM
+    shape: problem.Shape = problem.CPU
 
     def __str__(self) -> str:
         tile = "" if self.tile is None else f", tiles of {self.tile}"
@@ -58,7 +60,7 @@ class Case:
     def ring(self) -> Ring:
         tile = None if self.tile is None else (self.tile, self.tile)
         sizes = (self.devices, self.layout, self.length, self.length)
-        return Ring("timed", *sizes, KERNEL, self.dim**-0.5, tile=tile)
+        return Ring("timed", *sizes, KERNEL, self.shape.dim**-0.5, tile=tile)
 
     def blocks(self) -> list[list[tuple[int, Block]]]:
         """By device and step: whose keys are met, and the block, as in the ring."""
@@ -75,10 +77,11 @@ class Case:
 
 
 class Core:
-    """What a process with a core of its own holds: rings that are ready to be timed."""
+    """What a process with a core or a GPU of its own holds: rings that are ready to be timed."""
 
-    def __init__(self, rank: int, ranks: int, port: int) -> None:
-        jax.config.update("jax_platforms", "cpu")
+    def __init__(self, rank: int, ranks: int, port: int, platform: str) -> None:
+        jax.config.update("jax_platforms", PLATFORMS[platform])
+        jax.devices()  # now, so that whoever asked is told if there is none
         self._runs: dict[str, _Run] = {}
 
     def prepare(self, name: str, case: Case, seed: int) -> problem.Answer:
@@ -88,11 +91,16 @@ class Core:
 
     def seconds(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Of every block (device × step), forward and backward."""
-        check_pinned()
+        if jax.default_backend() == "cpu":
+            check_pinned()
         return self._runs[name].seconds()
 
     def temporary_bytes(self, name: str) -> int:
         return self._runs[name].temporary_bytes()
+
+    def gpu(self) -> str | None:
+        """What it is called; None if this is a core."""
+        return None if jax.default_backend() == "cpu" else jax.devices()[0].device_kind
 
     def forget(self) -> None:
         self._runs.clear()
@@ -103,8 +111,8 @@ class _Run:
 
     def __init__(self, case: Case, seed: int) -> None:
         self.case, self.blocks = case, jax.tree.map(jnp.asarray, case.blocks())
-        inputs = problem.make_inputs(case.length, seed)
-        split = lambda x: jnp.split(jnp.asarray(case.layout.permute(x, case.devices, 1)), case.devices, 1)  # noqa: E731
+        inputs = problem.make_inputs(case.length, seed, case.shape)
+        split = lambda x: jnp.split(case.layout.permute(jnp.asarray(x), case.devices, 1), case.devices, 1)  # noqa: E731
         self.q, self.k, self.v, self.dout, self.few = map(split, (*inputs, inputs.few))
         self.results = [self._forward(here) for here in range(case.devices)]
 
@@ -128,8 +136,10 @@ class _Run:
                 ):
                     total[at] = total[at] + part
         parts = ([out for out, _ in self.results], dq, dk, dv)
-        arrays = (layout.restore(np.concatenate(part, axis=1), devices, 1) for part in parts)
-        return problem.Answer(np.arange(self.case.length), *arrays)
+        whole = [layout.restore(jnp.concatenate(part, axis=1), devices, 1) for part in parts]
+        rows = problem.sample_rows(self.case.length)
+        judged = whole[0][:, rows], whole[1][:, rows], *whole[2:]
+        return problem.Answer(np.arange(self.case.length), *map(np.asarray, judged))
 
     def seconds(self) -> tuple[np.ndarray, np.ndarray]:
         forward = np.zeros((self.case.devices, len(self.blocks[0])))
@@ -179,9 +189,21 @@ def pick_cores(count: int) -> list[int]:
     return usable[:count]
 
 
-def core() -> Team:
-    """A process with a core of its own."""
-    return Team(Core, [set(pick_cores(1))])
+def core(platform: str = "cpu") -> Team:
+    """A process with a core of its own, or with a GPU."""
+    jax.config.update("jax_platforms", "cpu")  # what is worked out here must not take the GPU's memory
+    if platform == "cpu":
+        return Team(Core, [set(pick_cores(1))], platform=platform)
+    try:
+        return Team(Core, [set(record.usable_cores())], platform=platform)
+    except WorkerError as error:
+        raise UsageError(f"--platform {platform} needs one, and JAX's packages for it. {error}") from error
+
+
+def hardware(team: Team) -> dict[str, str]:
+    """What the record says besides about where a team works."""
+    (gpu,) = team.ask("gpu")
+    return {} if gpu is None else {"gpu": gpu}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,6 +213,10 @@ class Path:
     case: Case
     forward_blocks: np.ndarray
     both_blocks: np.ndarray
+
+    @property
+    def platform(self) -> str:
+        return next(name for name, shape in problem.SHAPES.items() if shape == self.case.shape)
 
     @property
     def forward(self) -> float:
@@ -208,16 +234,18 @@ def critical_path(blocks: np.ndarray) -> Any:
 
 def measure(team: Team, cases: Sequence[Case], rounds: int, checks: list[dict[str, Any]], seed: int = 0) -> list[Path]:
     """Check rings of one text, which must share length and mask, and time them in turns, in a new order every round."""
-    length, mask = cases[0].length, cases[0].mask
-    truth = problem.oracle(problem.make_inputs(length, seed), mask)
+    length, mask, shape = cases[0].length, cases[0].mask, cases[0].shape
+    truth = problem.oracle(problem.make_inputs(length, seed, shape), mask)
     team.ask("forget")
     for case in cases:
+        say(f"  checking {case}")
         (answer,) = team.ask("prepare", str(case), case, seed)
-        verdict = problem.check(answer, truth, str(case))
+        verdict = problem.check(answer, truth, str(case), shape.dtype)
         checks.append({"layout": repr(case.layout), "devices": case.devices, "tile": case.tile, **verdict})
     found: dict[str, list[Any]] = {str(case): [] for case in cases}
     shuffle = random.Random(seed).shuffle
-    for _ in range(rounds):
+    for turn in range(rounds):
+        say(f"  round {turn + 1} of {rounds}")
         order = list(found)
         shuffle(order)
         for name in order:

@@ -33,9 +33,17 @@ _MASKS = (
 )
 # What each suite measures where nothing else is asked for, which also says which options it has, and with --quick.
 SUITES: dict[str, dict[str, Any]] = {
-    "layouts": dict(members=(2, 4, 8, 16), lengths=(4096, 8192, 16_384), layouts=_STRIPES, rounds=5),
-    "tiles": dict(members=(8,), lengths=(8192,), tiles=(16, 32, 64, 128, 256, 512, 1024), layouts=_WIDE, rounds=3),
-    "masks": dict(members=(8,), lengths=(16_384,), masks=_MASKS, layouts=_WIDE, rounds=3),
+    "layouts": dict(members=(4, 8, 16), lengths=(4096, 8192, 16_384), layouts=_STRIPES, rounds=3),
+    "tiles": dict(
+        members=(8,),
+        lengths=(8192,),
+        masks=("causal",),
+        tiles=(16, 32, 64, 128, 256, 512, 1024),
+        layouts=_WIDE,
+        rounds=3,
+        platform="cpu",
+    ),
+    "masks": dict(members=(8,), lengths=(16_384,), masks=_MASKS, layouts=_WIDE, rounds=3, platform="cpu"),
     "positions": dict(
         members=(4,), lengths=(1024, 4096, 16_384, 65_536), positions=POSITIONS, layouts=("contiguous", *_WIDE)
     ),
@@ -58,9 +66,22 @@ _QUICK_RING: dict[str, Any] = dict(members=(8,), lengths=(65_536,), heads=("16:1
 _FEW = ("striped(1)", "zigzag")
 QUICK: dict[str, dict[str, Any]] = {
     "layouts": dict(members=(4,), lengths=(2048,), layouts=_FEW, rounds=3),
-    "tiles": dict(members=(4,), lengths=(2048,), tiles=(32, 256), layouts=("striped(1)",), rounds=2),
+    "tiles": dict(
+        members=(4,),
+        lengths=(2048,),
+        masks=("causal",),
+        tiles=(32, 256),
+        layouts=("striped(1)",),
+        rounds=2,
+        platform="cpu",
+    ),
     "masks": dict(
-        members=(4,), lengths=(2048,), masks=("causal", "window(512)", "documents(256)"), layouts=_FEW, rounds=2
+        members=(4,),
+        lengths=(2048,),
+        masks=("causal", "window(512)", "documents(256)"),
+        layouts=_FEW,
+        rounds=2,
+        platform="cpu",
     ),
     "positions": dict(members=(4,), lengths=(1024,), positions=POSITIONS, layouts=("striped(1)",)),
     "overhead": dict(presets=("debug",), members=(8,), lengths=(8192,), layouts=("striped(256)",), rounds=3),
@@ -100,8 +121,8 @@ class BenchConfig:
     ]
     """What to measure."""
     members: Numbers = None
-    """Sizes of the rings. Default: 2 4 8 16; 8 for tiles, masks, overhead and step, 4 for positions, up to 4096 for
-    scale."""
+    """Sizes of the rings. Default: 2 4 8 16; 4 8 16 for layouts (besides the two on the clock), 8 for tiles, masks,
+    overhead and step, 4 for positions, up to 4096 for scale."""
     lengths: Numbers = None
     """Tokens of the whole text. Default: up to 16384 on CPUs, 65536 for positions, 16777216 for scale; on GPUs 65536
     262144 524288 786432 1048576, for step 65536 262144."""
@@ -111,8 +132,10 @@ class BenchConfig:
     tiles: Numbers = None
     """tiles: sides of the kernel's tiles. Default: 16 32 64 128 256 512 1024."""
     masks: Texts = None
-    """masks: like causal, window(1024), prefix(2048), documents(256) with lengths that are log-normal around 256, or
-    documents(256, 0) all of 256. Default: some of each."""
+    """masks and tiles: like causal, window(1024), prefix(2048), documents(256) with lengths that are log-normal around
+    256, or documents(256, 0) all of 256. Default: some of each; for tiles causal."""
+    platform: Annotated[Literal["cpu", "gpu"] | None, tyro.conf.arg(help_behavior_hint="")] = None
+    """masks and tiles: what runs the kernel xla; a GPU is given more heads, in bfloat16. Default: cpu."""
     positions: Texts = None
     """positions: how a model is told them. Default: rotary absolute alibi t5."""
     measured: Numbers = None
@@ -120,7 +143,7 @@ class BenchConfig:
     hardware: Texts = None
     """scale: what is planned for, as in `striped plan`. Default: h100 v5p."""
     rounds: Whole = None
-    """On CPUs: runs of everything, of which medians are taken. Default: 3; for layouts 5, for peers 7."""
+    """On CPUs: runs of everything, of which medians are taken. Default: 3; for peers 7."""
     peers: Texts = None
     """peers: whom to compare with. Default: ringattention plain-jax ring-attention-pytorch torch-sdpa."""
     heads: Texts = None

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from striped_attention.attention import attention
-from striped_attention.bench.problem import HEADS, Answer, Inputs, make_inputs
+from striped_attention.bench.problem import CPU, Answer, Inputs, make_inputs
 from striped_attention.layout import Layout
 from striped_attention.mask import causal
 
@@ -274,4 +274,4 @@ def use_virtual(devices: int) -> None:
 
 def score_bytes(length: int) -> int:
     """What plain attention needs, which writes float32 scores out: 6 arrays of them (seen: 5.7 at 4096, backward)."""
-    return 6 * HEADS * length * length * 4
+    return 6 * CPU.heads * length * length * 4

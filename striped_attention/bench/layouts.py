@@ -21,7 +21,7 @@ def run(config: BenchConfig) -> None:
     """Check, measure, print a table and write the JSON, after every row."""
     options = config.options
     layouts = with_contiguous(config)
-    result = document(config, {**options, **problem.SHAPE, "mask": "causal"})
+    result = document(config, {**options, **problem.CPU.configuration(), "mask": "causal"})
     checks: list[dict[str, Any]] = []
     result |= {"checks": checks, "wall": {"devices": DEVICES, "how": wall.HOW, "rows": []}}
     result["critical_path"] = {"how": blocks.HOW, "rows": []}

@@ -8,6 +8,7 @@ The numbers of documents are the median of their lengths, log-normal, and the sp
 all are equally long.
 """
 
+import functools
 import itertools
 import re
 from typing import Any
@@ -28,18 +29,28 @@ def run(config: BenchConfig) -> None:
     """Check, measure, print a table and write the JSON, after every mask."""
     options = config.options
     cases = list(itertools.product(options["masks"], options["members"], options["lengths"]))
-    made = {(text, length): parse_mask(text, length) for text, _, length in cases}
+    made = parse_masks(config)
     checks: list[dict[str, Any]] = []
-    result = document(config, {**options, **problem.SHAPE}) | {"how": blocks.HOW, "checks": checks, "rows": []}
-    with blocks.core() as team:
+    shape = problem.SHAPES[options["platform"]]
+    result = document(config, {**options, **shape.configuration()})
+    result |= {"how": blocks.HOW, "checks": checks, "rows": []}
+    with blocks.core(options["platform"]) as team:
+        result["hardware"] |= blocks.hardware(team)
         for text, devices, length in cases:
             say(f"{text}, {devices} devices, {length:,} tokens")
-            rings = [blocks.Case(layout, made[text, length], devices, length) for layout in with_contiguous(config)]
+            case = functools.partial(blocks.Case, mask=made[text, length], devices=devices, length=length, shape=shape)
+            rings = [case(layout) for layout in with_contiguous(config)]
             paths = blocks.measure(team, rings, options["rounds"], checks)
             result["rows"] += [row(text, found, paths[0]) for found in paths]
             write(result, config)
     say(table(result["rows"]))
     say(str(path(config)))
+
+
+def parse_masks(config: BenchConfig) -> dict[tuple[str, int], Mask]:
+    """The masks that --masks names, for texts of every length."""
+    texts, lengths = config.options["masks"], config.options["lengths"]
+    return {(text, length): parse_mask(text, length) for text, length in itertools.product(texts, lengths)}
 
 
 def parse_mask(text: str, length: int) -> Mask:
@@ -65,8 +76,10 @@ def row(mask: str, found: blocks.Path, base: blocks.Path) -> dict[str, Any]:
     """`imbalance` is the critical path over what the mean device computes: 1 if all steps are shared equally."""
     case = found.case
     return {
-        **{"mask": mask, "devices": case.devices, "length": case.length, "layout": repr(case.layout)},
-        **{"both": found.both, "imbalance": found.both * case.devices / float(found.both_blocks.sum())},
+        **{"platform": found.platform, "mask": mask, "layout": repr(case.layout)},
+        **{"devices": case.devices, "length": case.length},
+        **{"forward": found.forward, "both": found.both},
+        "imbalance": found.both * case.devices / float(found.both_blocks.sum()),
         **{"over_contiguous": base.both / found.both, "bound": blocks.bound(case)},
     }
 

@@ -110,7 +110,8 @@ class Attention:
     """The last device's part of a layer's attention: its queries, everybody's keys and values, its blocks."""
 
     def __init__(self, config: model.ModelConfig, layout: Layout, devices: int, length: int) -> None:
-        case = blocks.Case(layout, causal(), devices, length, dim=config.head_dim)
+        shape = problem.Shape(config.heads, config.kv_heads, config.head_dim, problem.CPU.dtype)
+        case = blocks.Case(layout, causal(), devices, length, shape=shape)
         self.blocks = jax.tree.map(jnp.asarray, case.blocks()[-1])
         self.positions = layout.positions(devices - 1, length, devices)
         self.order = layout.order(length, devices)

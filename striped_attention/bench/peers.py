@@ -50,7 +50,7 @@ def run(config: BenchConfig) -> None:
     field = [entry for entry in entries() if entry.family in {"ours", *config.options["peers"]}]
     if missing := sorted({e.family for e in field if importlib.util.find_spec(e.package) is None}):
         raise UsageError(f"--peers {' '.join(missing)}: not installed. {INSTALL}, or choose others.")
-    shape = {**problem.SHAPE, "mask": "causal", "devices": contestants.DEVICES}
+    shape = {**problem.CPU.configuration(), "mask": "causal", "devices": contestants.DEVICES}
     result = document(config, {**config.options, **shape}, PACKAGES)
     cores = blocks.pick_cores(contestants.DEVICES)
     try:

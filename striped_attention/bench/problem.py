@@ -1,30 +1,51 @@
-"""Problem: the attention that the suites compute on CPUs, and how an answer is judged before it is timed.
+"""Problem: the attention that the suites compute, and how an answer is judged before it is timed.
 
-Self-attention, one sequence of `length` tokens, 8 heads of 64, float32, standard normal inputs, causal unless a suite
-says otherwise; `both` is the output and, for a given cotangent, the gradients of query, key and value. All arrays are
-[1, length, 8, 64].
+Self-attention, one sequence of `length` tokens, standard normal inputs, causal unless a suite says otherwise; `both` is
+the output and, for a given cotangent, the gradients of query, key and value. All arrays are [1, length, heads, dim].
+How many heads, and in which dtype, is a `Shape`: on CPUs 8 of 64 in float32, on GPUs 32:8 of 128 in bfloat16.
 
 For the check the cotangent is zero but at a few rows (`Inputs.few`). Then all gradients come from these rows alone, and
 the library's oracle can work them out in float64 at any length: 8 rows of scores instead of all.
 """
 
+import dataclasses
 import functools
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from striped_attention.mask import Mask, causal
 from striped_attention.oracle import dense_attention
 
-BATCH, HEADS, DIM = 1, 8, 64
 KINDS = ("forward", "both")
-SHAPE = {"batch": BATCH, "heads": HEADS, "dim": DIM, "dtype": "float32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Of the inputs of one sequence."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    dtype: str
+
+    def configuration(self) -> dict[str, Any]:
+        return {"batch": 1, **dataclasses.asdict(self)}
+
+
+SHAPES = {"cpu": Shape(8, 8, 64, "float32"), "gpu": Shape(32, 8, 128, "bfloat16")}
+CPU = SHAPES["cpu"]
 
 # Of out and dq each row is judged on its own scale, about 1/√length, so cancellation costs a digit; one key too many
-# would show as 1/√length, 8e-3 at 16384. Of dk and dv errors are relative to the largest number.
-TOLERANCE = {"out": 1e-4, "dq": 1e-4, "dk": 1e-5, "dv": 1e-5}
+# would show as 1/√length, 8e-3 at 16384. Of dk and dv errors are relative to the largest number. In bfloat16 a kernel
+# rounds probabilities to 8 bits, and so the largest error of a row is a few times 2⁻⁸ of it.
+TOLERANCE = {
+    "float32": {"out": 1e-4, "dq": 1e-4, "dk": 1e-5, "dv": 1e-5},
+    "bfloat16": {"out": 0.03, "dq": 0.03, "dk": 0.03, "dv": 0.03},
+}
 SMALL = 0.01  # of the largest number: the least scale of a row
 
 
@@ -50,7 +71,10 @@ class Inputs(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Output and gradients of the tokens at `positions`: what one process holds of the result."""
+    """Output and gradients of the tokens at `positions`: what one process holds of the result.
+
+    `out` and `dq` may be those of `sample_rows` alone, for no others are judged.
+    """
 
     positions: np.ndarray
     out: np.ndarray
@@ -59,9 +83,12 @@ class Answer(NamedTuple):
     dv: np.ndarray
 
 
-def make_inputs(length: int, seed: int = 0) -> Inputs:
+@functools.lru_cache(maxsize=1)  # rings to be compared come one after the other
+def make_inputs(length: int, seed: int = 0, shape: Shape = CPU) -> Inputs:
     random = np.random.default_rng(seed)
-    return Inputs(*random.standard_normal((4, BATCH, length, HEADS, DIM), dtype=np.float32))
+    heads = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
+    arrays = (random.standard_normal((1, length, n, shape.dim), dtype=np.float32) for n in heads)
+    return Inputs(*(array.astype(jnp.dtype(shape.dtype)) for array in arrays))
 
 
 def sample_rows(length: int, count: int = 8) -> np.ndarray:
@@ -91,30 +118,30 @@ def oracle(inputs: Inputs, mask: Mask | None = None) -> Answer:
     rows = sample_rows(inputs.length)
     attend = functools.partial(dense_attention, visible=visible_rows(mask or causal(), rows, inputs.length))
     with jax.enable_x64(True):
-        q, k, v, dout = (x.astype(np.float64) for x in inputs)
-        out, pull = jax.vjp(attend, q[:, rows], k, v)
-        return Answer(rows, *(np.asarray(x) for x in (out, *pull(dout[:, rows]))))
+        q, k, v, dout = (x.astype(np.float64) for x in (inputs.q[:, rows], inputs.k, inputs.v, inputs.dout[:, rows]))
+        out, pull = jax.vjp(attend, q, k, v)
+        return Answer(rows, *(np.asarray(x) for x in (out, *pull(dout))))
 
 
-def judge(answer: Answer, truth: Answer) -> dict[str, Any]:
+def judge(answer: Answer, truth: Answer, dtype: str = CPU.dtype) -> dict[str, Any]:
     """The errors of a whole text's output and gradients, and what of them is more than rounding."""
     length = truth.dk.shape[1]
     if not np.array_equal(answer.positions, np.arange(length)):
         raise ValueError("The parts of an answer must cover every position of the text once.")
     errors = {}
-    for name in TOLERANCE:
+    for name in TOLERANCE[dtype]:
         got, want = getattr(answer, name), getattr(truth, name)
         axes = (0, 2, 3) if name in ("out", "dq") else None
-        got = got[:, truth.positions] if axes else got
+        got = got[:, truth.positions] if got.shape != want.shape else got
         scale = np.maximum(np.abs(want).max(axes), SMALL * np.abs(want).max())  # dq of a row with one key is 0
         errors[name] = float(np.max(np.abs(got - want).max(axes) / scale))
-    wrong = [name for name, error in errors.items() if not error <= TOLERANCE[name]]  # NaN is not
+    wrong = [name for name, error in errors.items() if not error <= TOLERANCE[dtype][name]]  # NaN is not
     return {"length": length, "errors": errors, "wrong": wrong}
 
 
-def check(answer: Answer, truth: Answer, what: str) -> dict[str, Any]:
+def check(answer: Answer, truth: Answer, what: str, dtype: str = CPU.dtype) -> dict[str, Any]:
     """A verdict for the record; raises if the answer is wrong."""
-    verdict = judge(answer, truth)
+    verdict = judge(answer, truth, dtype)
     if verdict["wrong"]:
         errors = ", ".join(f"{name} {verdict['errors'][name]:.1e}" for name in verdict["wrong"])
         raise RuntimeError(f"{what} gives a wrong answer at {verdict['length']} tokens: {errors}. So it is not timed.")

@@ -21,11 +21,12 @@ from striped_attention.mask import causal
 from striped_attention.model import ModelConfig
 from striped_attention.plan import plan
 
+_CPU = problem.CPU
 # One layer with the attention that is measured; a plan wants to know the rest too, and it is not looked at.
 LAYER = ModelConfig(
-    layers=1, dim=problem.HEADS * problem.DIM, ffn=128, heads=problem.HEADS, kv_heads=problem.HEADS, vocabulary=128
+    layers=1, dim=_CPU.heads * _CPU.dim, ffn=128, heads=_CPU.heads, kv_heads=_CPU.kv_heads, vocabulary=128
 )
-NAME = f"attention, {problem.HEADS} heads × {problem.DIM}"
+NAME = f"attention, {_CPU.heads} heads × {_CPU.dim}"
 MEMBERS = 8  # of the measured rings
 
 

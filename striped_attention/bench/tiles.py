@@ -4,39 +4,45 @@ A tile is skipped whole or run whole, so smaller ones waste fewer hidden pairs a
 memory; but each has its own overhead. `tiles` × tile² over `pairs` is the work that is done over the work there is.
 """
 
+import functools
 import itertools
 from typing import Any
 
 import rich.table
 
+import striped_attention as sa
 from striped_attention.bench import blocks, problem
 from striped_attention.bench.config import BenchConfig
 from striped_attention.bench.layouts import with_contiguous
+from striped_attention.bench.masks import parse_masks
 from striped_attention.bench.run import document, path, say, write
 from striped_attention.bench.workers import Team
 from striped_attention.count import count_tiles
-from striped_attention.mask import causal
 
 
 def run(config: BenchConfig) -> None:
-    """Check, measure, print a table and write the JSON, after every size."""
+    """Check, measure, print a table and write the JSON, after every ring."""
     options = config.options
+    masks, shape = parse_masks(config), problem.SHAPES[options["platform"]]
     checks: list[dict[str, Any]] = []
-    result = document(config, {**options, **problem.SHAPE, "mask": "causal"})
+    result = document(config, {**options, **shape.configuration()})
     result |= {"how": blocks.HOW, "checks": checks, "rows": []}
-    with blocks.core() as team:
-        for tile, devices, length in itertools.product(options["tiles"], options["members"], options["lengths"]):
-            say(f"tiles of {tile}, {devices} devices, {length:,} tokens")
-            cases = [blocks.Case(layout, causal(), devices, length, tile) for layout in with_contiguous(config)]
-            result["rows"] += rows(team, blocks.measure(team, cases, options["rounds"], checks))
+    with blocks.core(options["platform"]) as team:
+        result["hardware"] |= blocks.hardware(team)
+        for (mask, length), devices in itertools.product(masks, options["members"]):
+            say(f"{mask}, {devices} devices, {length:,} tokens")
+            case = functools.partial(blocks.Case, mask=masks[mask, length], devices=devices, length=length, shape=shape)
+            cases = [case(layout, tile=n) for n in options["tiles"] for layout in with_contiguous(config)]
+            result["rows"] += rows(team, mask, blocks.measure(team, cases, options["rounds"], checks))
             write(result, config)
     say(table(result["rows"]))
     say(str(path(config)))
 
 
-def rows(team: Team, paths: list[blocks.Path]) -> list[dict[str, Any]]:
-    """What the blocks of one text's rings say, the contiguous one first."""
+def rows(team: Team, mask: str, paths: list[blocks.Path]) -> list[dict[str, Any]]:
+    """What the blocks of one text's rings say."""
     found = []
+    contiguous = {one.case.tile: one.both for one in reversed(paths) if one.case.layout == sa.contiguous()}
     for one in paths:
         case = one.case
         tile = case.tile or 0
@@ -44,9 +50,10 @@ def rows(team: Team, paths: list[blocks.Path]) -> list[dict[str, Any]]:
         (temporary,) = team.ask("temporary_bytes", str(case))
         found.append(
             {
-                **{"tile": case.tile, "length": case.length, "devices": case.devices, "layout": repr(case.layout)},
-                **{"both": one.both, "over_contiguous": paths[0].both / one.both, "temporary_bytes": temporary},
-                **{"tiles": int(counts.sum()), "pairs": int(blocks.pairs(case).sum())},
+                **{"platform": one.platform, "mask": mask, "tile": case.tile, "layout": repr(case.layout)},
+                **{"devices": case.devices, "length": case.length, "forward": one.forward, "both": one.both},
+                **{"over_contiguous": contiguous[case.tile] / one.both, "bound": blocks.bound(case)},
+                **{"tiles": int(counts.sum()), "pairs": int(blocks.pairs(case).sum()), "temporary_bytes": temporary},
             }
         )
     return found
@@ -55,6 +62,7 @@ def rows(team: Team, paths: list[blocks.Path]) -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> rich.table.Table:
     shown = rich.table.Table(
         *(
+            "mask",
             "tile",
             "devices",
             "tokens",
@@ -68,7 +76,14 @@ def table(rows: list[dict[str, Any]]) -> rich.table.Table:
     for row in rows:
         side = min(row["tile"], row["length"] // row["devices"])
         shown.add_row(
-            *(str(row["tile"]), str(row["devices"]), f"{row['length']:,}", row["layout"], f"{row['both']:.3f}"),
+            *(
+                row["mask"],
+                str(row["tile"]),
+                str(row["devices"]),
+                f"{row['length']:,}",
+                row["layout"],
+                f"{row['both']:.3f}",
+            ),
             *(f"{row['over_contiguous']:.2f}", f"{row['temporary_bytes'] / 1e6:.1f}"),
             f"{row['tiles'] * side * side / row['pairs']:.2f}",
         )

@@ -1,6 +1,7 @@
 """Contents: which figures a report has, in which order, and which command would make one that it has no data for."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 from striped_attention.report import balance, limits, overhead, speed, sweep
@@ -20,10 +21,15 @@ _CONTENTS: tuple[tuple[str, Maker, str], ...] = (
     ("speed-up over devices", sweep.scaling, "striped bench gpu"),
     ("tokens a second over devices", sweep.throughput, "striped bench scale"),
     ("sensitivity to the tile", sweep.tiles, "striped bench tiles"),
-    ("speed-up by mask", sweep.masks, "striped bench masks"),
+    ("speed-up by mask on CPUs", functools.partial(sweep.masks, platform="cpu"), "striped bench masks"),
+    (
+        "speed-up by mask on GPUs",
+        functools.partial(sweep.masks, platform="gpu"),
+        "striped bench masks --platform gpu --lengths 65536",
+    ),
     ("memory per device", limits.memory, "python benchmarks/train_memory.py"),
     ("accuracy", limits.accuracy, "striped bench positions"),
-    ("other libraries", limits.peers, "python benchmarks/cpu_peers.py"),
+    ("other libraries", limits.peers, "striped bench peers"),
 )
 
 

@@ -15,15 +15,22 @@ from striped_attention.report.style import of_layout
 
 def tiles(documents: Sequence[Document]) -> Section | None:
     """Speed-up over the size of a kernel's tile."""
-    rows, sources = newest(of(documents, "tiles"), "rows", ("tile", "length", "devices", "layout"))
-    found: dict[tuple[int, int], dict[str, Line]] = {}
+    key = ("platform", "mask", "devices", "length")
+    rows, sources = newest(of(documents, "tiles"), "rows", (*key, "tile", "layout"))
+    found: dict[tuple[Any, ...], dict[str, Line]] = {}
+    bounds: dict[tuple[Any, ...], float] = {}
     for row in rows:
         if plain(row["layout"]) != "contiguous":
-            lines = found.setdefault((row["devices"], row["length"]), {})
-            lines.setdefault(plain(row["layout"]), []).append((_edge(row["tile"]), ratio(row)))
+            ring = tuple(row[name] for name in key)
+            found.setdefault(ring, {}).setdefault(plain(row["layout"]), []).append((_edge(row["tile"]), ratio(row)))
+            bounds[ring] = max(row["bound"], bounds.get(ring, 1.0))
     if not found:
         return None
-    panels = [Panel(f"{n} devices, {length:,} tokens", lines, bound(n)) for (n, length), lines in sorted(found.items())]
+    panels = [
+        Panel(f"{platform.upper()}, {mask}, {devices} devices, {length:,} tokens", lines, bounds[ring])
+        for ring, lines in found.items()
+        for platform, mask, devices, length in [ring]
+    ]
     best = max((row for row in rows if plain(row["layout"]) != "contiguous"), key=ratio)
     return Section(
         name="tiles",
@@ -54,9 +61,10 @@ def _edge(tile: Any) -> int:
     return number(tile) if isinstance(tile, str) else int(tile[0] if isinstance(tile, list | tuple) else tile)
 
 
-def masks(documents: Sequence[Document]) -> Section | None:
+def masks(documents: Sequence[Document], platform: str) -> Section | None:
     """Speed-up for every mask."""
-    rows, sources = newest(of(documents, "masks"), "rows", ("mask", "devices", "length", "layout"))
+    own = [x for x in of(documents, "masks") if {row["platform"] for row in x.rows("rows")} == {platform}]
+    rows, sources = newest(own, "rows", ("mask", "devices", "length", "layout"))
     shown = [row for row in rows if plain(row["layout"]) != "contiguous"]
     if not shown:
         return None
@@ -70,13 +78,14 @@ def masks(documents: Sequence[Document]) -> Section | None:
     won = words([mask for mask, layout in wins.items() if layout == best])
     every = len(set(wins.values())) == 1
     return Section(
-        name="masks",
-        title=f"{best} gains most under every mask"
+        name="masks" if platform == "cpu" else f"masks_{platform}",
+        title=f"{platform.upper()}s: {best} gains most under every mask"
         if every
-        else f"Which layout is best depends on the mask; {best} is for {won}",
+        else f"{platform.upper()}s: which layout is best depends on the mask; {best} is for {won}",
         caption=(
             f"A mask says which earlier tokens a token sees. {length:,} tokens on {devices} devices, forward and "
-            f"backward. The dashed line is the most that balance could give with that mask."
+            f"backward, with the kernel xla, by the critical path. The dashed line is the most that balance could give "
+            f"with that mask."
         ),
         sources=sources,
         draw=functools.partial(
