@@ -101,8 +101,8 @@ _CUDNN = Rates(
 # Fitted to benchmarks/results/gpu_masks_*.json, as above.
 _XLA_GPU = Rates(
     tile=(1024, 1024),
-    forward=Rate(efficiency=0.0855, query_bytes=153, seconds=330e-6),
-    backward=Rate(efficiency=0.117, query_bytes=159, seconds=342e-6),
+    forward=Rate(efficiency=0.0855, query_bytes=153.0, seconds=330e-6),
+    backward=Rate(efficiency=0.117, query_bytes=159.0, seconds=342e-6),
     known="measured on an H200",
 )
 _XLA_TPU = dataclasses.replace(_XLA_GPU, known="assumed to be as on an H200, not measured")

@@ -25,7 +25,12 @@ from striped_attention.kernel import Block, Partial, Spans, accumulator, tile_sp
 
 FULL_OUT = True
 DEFAULT_TILE = (256, 256)  # queries × keys: 256 KiB of float32 scores, which a core's second-level cache holds
-ACCELERATOR_TILE = (1024, 1024)  # fewer, larger steps: each is a handful of kernels to launch
+ACCELERATOR_TILE = (1024, 1024)  # fewer, larger steps, for each is a handful of kernels to launch
+
+
+def default_tile(platform: str) -> tuple[int, int]:
+    """Queries × keys of a tile on a platform, if nobody asks for another."""
+    return DEFAULT_TILE if platform == "cpu" else ACCELERATOR_TILE
 
 
 def unsupported(*_: Any, **__: Any) -> None:

@@ -139,7 +139,7 @@ def plan(
       mask: causal by default; a mask with documents must be made for this length.
       hardware: a name of `hardware.HARDWARE`, or figures of your own.
       model: a name of `model.PRESETS`, or a shape of your own.
-      layouts: what to compare; contiguous always is. Default: stripes of 1, 64 and 256, and zigzag.
+      layouts: what to compare; contiguous always is. Default: stripes of 1, 256 and 1024, and zigzag.
       batch: sequences of a step, each of them spread over all devices.
       kernel: `auto` is the first that can do what a layout needs.
     """
@@ -186,7 +186,7 @@ def _check(devices: int, length: int, mask: Any, batch: int, kernel: str) -> Non
 
 
 def _layouts(length: int, devices: int) -> list[Layout]:
-    stripes = [stripe for stripe in (1, 64, 256) if stripe == 1 or 2 * stripe * devices <= length]
+    stripes = [stripe for stripe in (1, 256, 1024) if stripe == 1 or 2 * stripe * devices <= length]
     return [contiguous(), *map(striped, stripes), zigzag()]
 
 

@@ -61,8 +61,8 @@ class PlanConfig:
     batch: int = 1
     """Sequences a step."""
     layouts: Texts = None
-    """What to compare, like striped(1) striped(128) zigzag. Contiguous always is. Default: striped(1) striped(64)
-    striped(256) zigzag."""
+    """What to compare, like striped(1) striped(128) zigzag. Contiguous always is. Default: striped(1) striped(256)
+    striped(1024) zigzag."""
     kernel: str = "auto"
     """xla, cudnn, or auto: the first that can do what a layout needs."""
     output: Path = None
@@ -167,6 +167,7 @@ def _table(found: Plan) -> rich.table.Table:
     shown = rich.table.Table(
         *("layout", "busiest / mean", "attention", "speed-up", "step", "tokens/s", "MFU"),
         box=rich.box.SIMPLE_HEAD,
+        pad_edge=False,
         caption=f"attention: of one layer; speed-up: its, over contiguous(), at best {found.bound:.2f}",
         caption_justify="left",
     )

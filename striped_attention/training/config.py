@@ -10,6 +10,7 @@ import tyro
 
 import striped_attention as sa
 from striped_attention.attention import KERNELS
+from striped_attention.kernel_xla import default_tile
 from striped_attention.layout import Layout
 from striped_attention.model import PRESETS, ModelConfig
 from striped_attention.training.errors import UsageError
@@ -40,8 +41,8 @@ class TrainConfig:
     layout: Literal["striped", "contiguous", "zigzag"] = "striped"
     """How tokens are dealt to the devices of the sequence axis. contiguous is Ring Attention, striped is balanced."""
     stripe: Whole = None
-    """Tokens of a stripe. Default: 256, the kernel's tile; a smaller power of two where a device has few tokens; 1
-    for the kernel cudnn."""
+    """Tokens of a stripe. Default: 256 on CPUs, 1024 elsewhere, the tile of the kernel xla; a smaller power of two
+    where a device has few tokens; 1 for the kernel cudnn."""
     steps: int = 100
     """Steps of the whole run, those before a resume included."""
     seed: int = 0
@@ -165,7 +166,8 @@ class TrainConfig:
             if KERNELS["cudnn"].unsupported(query, key, **what) is None:
                 return sa.striped(1)
         quarter = max(1, -(-self.sequence_length // devices) // 4)
-        return sa.striped(self.stripe or min(256, 2 ** (quarter.bit_length() - 1)))
+        tile, _ = default_tile(jax.default_backend())
+        return sa.striped(self.stripe or min(tile, 2 ** (quarter.bit_length() - 1)))
 
     def attention(self, layout: Layout, devices: int, documents: bool) -> tuple[Any, Any, dict[str, Any]]:
         """What a kernel is asked to do: shapes of queries and keys on a device, and the rest."""
