@@ -3,17 +3,25 @@
 With JAX_PLATFORMS=cuda the tests of tests/test_gpu.py run on a GPU instead, and `--results` keeps what they saw.
 """
 
+import atexit
 import json
 import os
 import pathlib
+import shutil
+import tempfile
 
 import jax
 import pytest
 from jaxtyping import install_import_hook
 
 if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
-    # Compiling is most of the work; with less of LLVM's it takes up to a quarter less.
+    # Compiling is most of the work. With less of LLVM's it takes up to a quarter less; and what one process has
+    # compiled no other need: the tests start many that run the same programs.
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=1")
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED = tempfile.mkdtemp(prefix="striped-tests-")
+        atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)  # by whoever made it, so after all workers
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
