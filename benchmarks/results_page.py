@@ -26,7 +26,7 @@ def page(documents: list[Document]) -> str:
     """The whole page, as Markdown."""
     contents = gather(documents)
     sections = {section.name: section for section in contents.sections}
-    shown = ("speedup-gpu", "steps", "kernels", "scaling")
+    shown = ("speedup-gpu", "tiles", "steps", "kernels", "scaling")
     parts = [
         "# Results",
         "Made by `make report` from the files in `benchmarks/results`; change those, not this page. `striped report` "
@@ -36,6 +36,7 @@ def page(documents: list[Document]) -> str:
         + ", end to end, over Ring Attention. It left three questions open. The GPU numbers below are of one NVIDIA "
         "H200 that does what each member of a ring would do; **transfers between GPUs are not in them**.",
         *_fused(documents, sections["speedup-gpu"]),
+        *_finer(documents, sections["tiles"]),
         *_overheads(documents, sections["steps"], sections["kernels"]),
         *_scale(documents, sections["scaling"]),
         "## The other figures",
@@ -102,6 +103,24 @@ def _fused(documents: list[Document], section: Section) -> list[str]:
         _table(rows),
         "More than 100 % of one GPU's speed means that one GPU with the whole text is itself slower than with a part "
         "of it.",
+    ]
+
+
+def _finer(documents: list[Document], section: Section) -> list[str]:
+    rows, _ = newest(of(documents, "tiles"), "rows", ("platform", "mask", "devices", "length", "tile", "layout"))
+    rows = [row for row in rows if (row["platform"], row["mask"], row["layout"]) == ("cpu", "causal", LAYOUT)]
+    fine, coarse = min(rows, key=lambda row: row["tile"]), max(rows, key=lambda row: row["tile"])
+
+    def work(row: dict[str, Any]) -> str:
+        side = min(row["tile"], row["length"] // row["devices"])
+        times = row["tiles"] * side**2 / row["pairs"]
+        return f"{times:.2f} times the work that the mask needs with tiles of {row['tile']} ({ratio(row):.2f}×)"
+
+    return [
+        f"How finely to skip is a matter of the tile. Stripes of one token have the mask's edge in every block, so a "
+        f"kernel does {work(coarse)} and {work(fine)}, here the kernel xla with {fine['length']:,} tokens on "
+        f"{fine['devices']} devices. But small tiles cost time of their own.",
+        *_figure(section),
         "**Unknown:** how much of it is left with a wire between the GPUs; what a fused kernel for packed documents "
         "and wide stripes would reach, for cuDNN's cannot do them and the xla kernel is far from a GPU's speed; and "
         "TPUs.",

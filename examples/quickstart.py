@@ -8,7 +8,7 @@ import numpy as np
 
 import striped_attention as sa
 from striped_attention.count import count_tiles
-from striped_attention.kernel_xla import DEFAULT_TILE
+from striped_attention.kernel_xla import CPU_TILE
 from striped_attention.oracle import dense_attention
 
 DEVICES, LENGTH = 8, 4096
@@ -35,7 +35,7 @@ def check() -> None:
 
 def show_work() -> None:
     """How many tiles every device runs, and how long the ring takes: every step waits for its busiest device."""
-    length, tile = 65_536, DEFAULT_TILE
+    length, tile = 65_536, CPU_TILE
     print(f"Tiles of {tile[0]} × {tile[1]} that each device runs for {length} tokens (causal, one head):\n")
     print(f"{'layout':14}" + "".join(f"{f'dev {d}':>8}" for d in range(DEVICES)) + f"{'critical path':>16}")
     paths = []

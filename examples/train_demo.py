@@ -21,7 +21,7 @@ import numpy as np
 
 import striped_attention as sa
 from striped_attention.count import count_tiles
-from striped_attention.kernel_xla import DEFAULT_TILE
+from striped_attention.kernel_xla import CPU_TILE
 from striped_attention.parallel import make_mesh
 from striped_attention.training import data, launch
 from striped_attention.training.config import TrainConfig
@@ -94,16 +94,16 @@ def count() -> None:
     print(
         f"3. {DEVICES} devices: critical path of attention, the busiest device of every step added up. Counted work, in"
     )
-    print(f"   tiles of {' × '.join(map(str, DEFAULT_TILE))}, not time; in brackets against contiguous.")
+    print(f"   tiles of {' × '.join(map(str, CPU_TILE))}, not time; in brackets against contiguous.")
     for length in (TRAIN.sequence_length, LONGER):
         documents = sa.documents(data.read(corpus, 0, range(1), length, 0).segments)
-        own = dataclasses.replace(TRAIN, sequence_length=length).make_layout(DEVICES)
+        own = dataclasses.replace(TRAIN, sequence_length=length).make_layout(DEVICES, platform="cpu")
         print(f"\n   {f'{length:,} tokens':30}{'one document':>16}{'packed files':>16}")
         paths = {}
         for layout in dict.fromkeys((sa.contiguous(), sa.striped(), own, sa.zigzag())):
             masks = (sa.causal(), documents)
             paths[layout] = [
-                int(count_tiles(layout, mask, length, DEVICES, DEFAULT_TILE).max(axis=0).sum()) for mask in masks
+                int(count_tiles(layout, mask, length, DEVICES, CPU_TILE).max(axis=0).sum()) for mask in masks
             ]
             ring = paths[sa.contiguous()]
             cells = (f"{n:,} ({base / n:.2f}×)" for n, base in zip(paths[layout], ring, strict=True))

@@ -98,7 +98,8 @@ _CUDNN = Rates(
     known="measured on an H200",
     lanes=64,  # seen with the 100 of preset 3b: benchmarks/results/gpu_step_3b_64k.json
 )
-# Fitted to benchmarks/results/gpu_masks_*.json, as above.
+# Fitted to benchmarks/results/gpu_masks_*.json in the same way, both passes together; parted as forward and backward
+# are with 32,768 tokens. Blocks were timed by themselves: merges are not in it.
 _XLA_GPU = Rates(
     tile=(1024, 1024),
     forward=Rate(efficiency=0.0855, query_bytes=153.0, seconds=330e-6),

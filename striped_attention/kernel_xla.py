@@ -1,7 +1,7 @@
 """The `xla` kernel: tiled attention in plain JAX. It runs everywhere, does everything, and is the truth for the others.
 
 One head is worked through row by row of query tiles. A row runs the key tiles that `tile_spans` lists: the inner ones
-unmasked, the ragged edges masked, the rest not at all. Nothing larger than one tile of scores (a head) ever exists.
+unmasked, the ragged edges masked, the rest not at all. Of a head's scores never more than one tile exists.
 
 The forward pass keeps a running maximum and sum per row (online softmax). The backward pass rebuilds the probabilities
 of a tile from `lse` and works on *transposed* tiles [keys, queries]: then dk, dv and dqᵀ are products of matrices as
@@ -24,13 +24,13 @@ from striped_attention.bias import Bias
 from striped_attention.kernel import Block, Partial, Spans, accumulator, tile_spans
 
 FULL_OUT = True
-DEFAULT_TILE = (256, 256)  # queries × keys: 256 KiB of float32 scores, which a core's second-level cache holds
+CPU_TILE = (256, 256)  # queries × keys: 256 KiB of float32 scores, which a core's second-level cache holds
 ACCELERATOR_TILE = (1024, 1024)  # fewer, larger steps, for each is a handful of kernels to launch
 
 
 def default_tile(platform: str) -> tuple[int, int]:
     """Queries × keys of a tile on a platform, if nobody asks for another."""
-    return DEFAULT_TILE if platform == "cpu" else ACCELERATOR_TILE
+    return CPU_TILE if platform == "cpu" else ACCELERATOR_TILE
 
 
 def unsupported(*_: Any, **__: Any) -> None:
@@ -150,7 +150,7 @@ class _Tiles:
         self.n_k, kv_heads = k.shape[1:3]
         self.group = heads // kv_heads
         self.width = self.group if accelerator else 1
-        tile_q, tile_k = block.tile or (ACCELERATOR_TILE if accelerator else DEFAULT_TILE)
+        tile_q, tile_k = block.tile or default_tile("gpu" if accelerator else "cpu")
         self.tile_q, self.tile_k = min(tile_q, self.n_q), min(tile_k, self.n_k)
         self.tile_rows = -(-self.n_q // self.tile_q)
         self.query_pad = self.tile_rows * self.tile_q - self.n_q
@@ -187,7 +187,7 @@ class _Tiles:
         return r // self.tile_rows * self.width, r % self.tile_rows
 
     def dot(self, a: Array, b: Array) -> Array:
-        """The product of two matrices: bfloat16 in, float32 out is exact; float32 is not rounded to less."""
+        """The product of two matrices, with float32 sums: bfloat16 ones as they are, float32 ones not rounded."""
         precision = None if self.operand == jnp.bfloat16 else lax.Precision.HIGHEST
         a, b = a.astype(self.operand), b.astype(self.operand)
         return jnp.dot(a, b, precision=precision, preferred_element_type=self.dtype)

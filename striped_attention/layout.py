@@ -173,8 +173,8 @@ def contiguous() -> Layout:
 def striped(stripe: int = 1) -> Layout:
     """Stripes of `stripe` tokens dealt round-robin: Striped Attention's layout, as wide as you like.
 
-    As wide as a tile of the kernel (256) is the best choice for windows and packed documents: neighbours stay together,
-    and fewer tiles are touched.
+    As wide as a tile of the kernel (256 on CPUs, 1024 on GPUs) is the best choice for packed documents: neighbours stay
+    together, and fewer tiles are touched.
     """
     return Layout("striped", stripe=check_whole("stripe", stripe))
 

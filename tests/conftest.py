@@ -22,6 +22,8 @@ if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
         os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED = tempfile.mkdtemp(prefix="striped-tests-")
         atexit.register(shutil.rmtree, COMPILED, ignore_errors=True)  # by whoever made it, so after all workers
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")

@@ -244,11 +244,12 @@ def test_ranges_are_refused():
 
 def test_training_deals_single_tokens_to_cudnn(monkeypatch):
     config = TrainConfig(sequence_length=8192)
-    assert config.make_layout(4, documents=False) == sa.striped(256)
+    assert config.make_layout(4, documents=False, platform="cpu") == sa.striped(256)
     monkeypatch.setattr(cudnn, "unavailable", lambda _: None)
-    assert config.make_layout(4, documents=False) == sa.striped(1)
-    assert config.make_layout(4, documents=True) == sa.striped(256)
-    assert dataclasses.replace(config, kernel="xla").make_layout(4, documents=False) == sa.striped(256)
+    assert config.make_layout(4, documents=False, platform="gpu") == sa.striped(1)
+    assert config.make_layout(4, documents=True, platform="gpu") == sa.striped(512), "a quarter of what a device has"
+    assert dataclasses.replace(config, kernel="xla").make_layout(2, False, "gpu") == sa.striped(1024)
+    assert dataclasses.replace(config, kernel="xla", tile=64).make_layout(4, False, "gpu") == sa.striped(64)
     assert dataclasses.replace(config, kernel="cudnn").make_layout(4, documents=True) == sa.striped(1), "in a dry run"
     sizes = {"data": 1, "sequence": 4}
     assert [choose(config, sizes, documents) for documents in (False, True)] == ["cudnn", "xla"]

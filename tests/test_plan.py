@@ -140,6 +140,23 @@ def test_every_mask_on_gpus_takes_as_long_as_planned():
     assert np.abs(errors).mean() < 0.02
 
 
+def test_the_rates_of_xla_on_gpus_are_those_measured():
+    rates, terms = RATES["gpu", "xla"], []
+    for row in _mask_rows():
+        layout, mask = parse_layout(row["layout"]), parse_mask(row["mask"], row["length"])
+        length, devices, heads = row["length"], row["devices"], 32 * 128
+        tiles = count_tiles(layout, mask, length, devices, rates.tile).max(axis=0).sum()
+        steps = len(needed_offsets(layout, mask.window, mask.prefix, length, length, devices))
+        flops = 3.5 * tiles * rates.tile[0] * rates.tile[1] * 4.0 * heads
+        bytes_ = steps * length / devices * heads
+        terms.append(np.array([flops / H200.peak, bytes_ / H200.bandwidth, steps]) / row["both"])
+    (slowness, query_bytes, step), *_ = np.linalg.lstsq(np.array(terms), np.ones(len(terms)))
+    forward, backward = rates.forward, rates.backward
+    assert (1 / forward.efficiency + 2.5 / backward.efficiency) / 3.5 == pytest.approx(slowness, rel=0.01)
+    assert forward.query_bytes + backward.query_bytes == pytest.approx(query_bytes, rel=0.01)
+    assert forward.seconds + backward.seconds == pytest.approx(step, rel=0.01)
+
+
 def _steps():
     files = sorted(RESULTS.glob("gpu_step_*.json"))
     return [row for file in files for row in json.loads(file.read_text())["summary"]]

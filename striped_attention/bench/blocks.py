@@ -25,7 +25,7 @@ import numpy as np
 from striped_attention.attention import KERNELS
 from striped_attention.bench import problem, record
 from striped_attention.bench.run import say
-from striped_attention.bench.workers import Team, WorkerError
+from striped_attention.bench.workers import Team
 from striped_attention.count import Counts, count_pairs
 from striped_attention.kernel import Block, merge
 from striped_attention.layout import Layout, contiguous
@@ -81,7 +81,13 @@ class Core:
 
     def __init__(self, rank: int, ranks: int, port: int, platform: str) -> None:
         jax.config.update("jax_platforms", PLATFORMS[platform])
-        jax.devices()  # now, so that whoever asked is told if there is none
+        try:
+            jax.devices()
+        except (AssertionError, RuntimeError) as error:  # the first where JAX has no package for it at all
+            raise UsageError(
+                f"--platform {platform} needs an NVIDIA GPU and JAX's packages for it; JAX finds none here. "
+                f"{str(error).splitlines()[0] if str(error) else ''}".strip()
+            ) from error
         self._runs: dict[str, _Run] = {}
 
     def prepare(self, name: str, case: Case, seed: int) -> problem.Answer:
@@ -146,6 +152,7 @@ class _Run:
         backward = np.zeros_like(forward)
         for here, row in enumerate(self.blocks):
             attend, gradients = KERNEL.attend(self.q[here]), self._backward(here, self.dout)
+            _timed(attend, self.k[here], self.v[here], row[0][1])  # whatever was still going on is over after that
             for step, (there, block) in enumerate(row):
                 forward[here, step] = _timed(attend, self.k[there], self.v[there], block)
                 backward[here, step] = _timed(gradients, self.k[there], self.v[there], block)
@@ -192,12 +199,7 @@ def pick_cores(count: int) -> list[int]:
 def core(platform: str = "cpu") -> Team:
     """A process with a core of its own, or with a GPU."""
     jax.config.update("jax_platforms", "cpu")  # what is worked out here must not take the GPU's memory
-    if platform == "cpu":
-        return Team(Core, [set(pick_cores(1))], platform=platform)
-    try:
-        return Team(Core, [set(record.usable_cores())], platform=platform)
-    except WorkerError as error:
-        raise UsageError(f"--platform {platform} needs one, and JAX's packages for it. {error}") from error
+    return Team(Core, [set(pick_cores(1) if platform == "cpu" else record.usable_cores())], platform=platform)
 
 
 def hardware(team: Team) -> dict[str, str]:
@@ -215,10 +217,6 @@ class Path:
     both_blocks: np.ndarray
 
     @property
-    def platform(self) -> str:
-        return next(name for name, shape in problem.SHAPES.items() if shape == self.case.shape)
-
-    @property
     def forward(self) -> float:
         return critical_path(self.forward_blocks)
 
@@ -232,15 +230,26 @@ def critical_path(blocks: np.ndarray) -> Any:
     return blocks.max(axis=0).sum().item()
 
 
-def measure(team: Team, cases: Sequence[Case], rounds: int, checks: list[dict[str, Any]], seed: int = 0) -> list[Path]:
+def truth_of(case: Case, seed: int = 0) -> problem.Answer:
+    """The answer of every ring of a text."""
+    return problem.oracle(problem.make_inputs(case.length, seed, case.shape), case.mask)
+
+
+def measure(
+    team: Team,
+    cases: Sequence[Case],
+    rounds: int,
+    checks: list[dict[str, Any]],
+    truth: problem.Answer | None = None,
+    seed: int = 0,
+) -> list[Path]:
     """Check rings of one text, which must share length and mask, and time them in turns, in a new order every round."""
-    length, mask, shape = cases[0].length, cases[0].mask, cases[0].shape
-    truth = problem.oracle(problem.make_inputs(length, seed, shape), mask)
+    truth, dtype = truth or truth_of(cases[0], seed), cases[0].shape.dtype
     team.ask("forget")
     for case in cases:
         say(f"  checking {case}")
         (answer,) = team.ask("prepare", str(case), case, seed)
-        verdict = problem.check(answer, truth, str(case), shape.dtype)
+        verdict = problem.check(answer, truth, str(case), dtype)
         checks.append({"layout": repr(case.layout), "devices": case.devices, "tile": case.tile, **verdict})
     found: dict[str, list[Any]] = {str(case): [] for case in cases}
     shuffle = random.Random(seed).shuffle

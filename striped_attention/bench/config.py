@@ -62,6 +62,15 @@ SUITES: dict[str, dict[str, Any]] = {
     "overlap": _RINGS,
     "step": dict(presets=("1b",), members=(8,), lengths=(65_536, 262_144), chunk=8192),
 }
+# What is other than that on a GPU.
+ON_GPU: dict[str, dict[str, Any]] = {
+    "tiles": dict(lengths=(65_536,), tiles=(256, 512, 1024, 2048), layouts=("striped(1)", "striped(1024)", "zigzag")),
+    "masks": dict(
+        lengths=(65_536,),
+        masks=("causal", "window(8192)", "documents(1800)", "documents(8192)"),
+        layouts=("striped(1)", "striped(1024)", "zigzag"),
+    ),
+}
 _QUICK_RING: dict[str, Any] = dict(members=(8,), lengths=(65_536,), heads=("16:16",))
 _FEW = ("striped(1)", "zigzag")
 QUICK: dict[str, dict[str, Any]] = {
@@ -113,7 +122,8 @@ class BenchConfig:
 
     On one NVIDIA GPU. gpu: attention as the members of a ring would run it; the program is the real one for that many
     GPUs, only the wire is missing. overlap: which transfers of these programs are hidden behind attention; nothing is
-    run. step: whole training steps as the members of a ring would run them.
+    run. step: whole training steps as the members of a ring would run them. masks and tiles, with --platform gpu: the
+    kernel xla, which does what cudnn cannot.
     """
 
     suite: tyro.conf.Positional[
@@ -135,7 +145,8 @@ class BenchConfig:
     """masks and tiles: like causal, window(1024), prefix(2048), documents(256) with lengths that are log-normal around
     256, or documents(256, 0) all of 256. Default: some of each; for tiles causal."""
     platform: Annotated[Literal["cpu", "gpu"] | None, tyro.conf.arg(help_behavior_hint="")] = None
-    """masks and tiles: what runs the kernel xla; a GPU is given more heads, in bfloat16. Default: cpu."""
+    """masks and tiles: what runs the kernel xla; a GPU is given more heads, in bfloat16, and longer texts. Default:
+    cpu."""
     positions: Texts = None
     """positions: how a model is told them. Default: rotary absolute alibi t5."""
     measured: Numbers = None
@@ -143,7 +154,7 @@ class BenchConfig:
     hardware: Texts = None
     """scale: what is planned for, as in `striped plan`. Default: h100 v5p."""
     rounds: Whole = None
-    """On CPUs: runs of everything, of which medians are taken. Default: 3; for peers 7."""
+    """Runs of everything, of which medians are taken. Default: 3; for peers 7."""
     peers: Texts = None
     """peers: whom to compare with. Default: ringattention plain-jax ring-attention-pytorch torch-sdpa."""
     heads: Texts = None
@@ -162,6 +173,8 @@ class BenchConfig:
     def options(self) -> dict[str, Any]:
         """What to measure, by name: what was given, else the suite's own; with --quick something small of that."""
         own = (QUICK if self.quick else SUITES)[self.suite]
+        if self.platform == "gpu" and not self.quick:
+            own = own | ON_GPU.get(self.suite, {})
         return {name: default if (given := getattr(self, name)) is None else given for name, default in own.items()}
 
     def __post_init__(self) -> None:

@@ -41,7 +41,7 @@ def run(config: BenchConfig) -> None:
             case = functools.partial(blocks.Case, mask=made[text, length], devices=devices, length=length, shape=shape)
             rings = [case(layout) for layout in with_contiguous(config)]
             paths = blocks.measure(team, rings, options["rounds"], checks)
-            result["rows"] += [row(text, found, paths[0]) for found in paths]
+            result["rows"] += [row(options["platform"], text, found, paths[0]) for found in paths]
             write(result, config)
     say(table(result["rows"]))
     say(str(path(config)))
@@ -72,11 +72,11 @@ def parse_mask(text: str, length: int) -> Mask:
         raise UsageError(f"--masks {text}: {error}") from error
 
 
-def row(mask: str, found: blocks.Path, base: blocks.Path) -> dict[str, Any]:
+def row(platform: str, mask: str, found: blocks.Path, base: blocks.Path) -> dict[str, Any]:
     """`imbalance` is the critical path over what the mean device computes: 1 if all steps are shared equally."""
     case = found.case
     return {
-        **{"platform": found.platform, "mask": mask, "layout": repr(case.layout)},
+        **{"platform": platform, "mask": mask, "layout": repr(case.layout)},
         **{"devices": case.devices, "length": case.length},
         **{"forward": found.forward, "both": found.both},
         "imbalance": found.both * case.devices / float(found.both_blocks.sum()),

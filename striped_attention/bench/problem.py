@@ -40,11 +40,11 @@ SHAPES = {"cpu": Shape(8, 8, 64, "float32"), "gpu": Shape(32, 8, 128, "bfloat16"
 CPU = SHAPES["cpu"]
 
 # Of out and dq each row is judged on its own scale, about 1/√length, so cancellation costs a digit; one key too many
-# would show as 1/√length, 8e-3 at 16384. Of dk and dv errors are relative to the largest number. In bfloat16 a kernel
-# rounds probabilities to 8 bits, and so the largest error of a row is a few times 2⁻⁸ of it.
+# would show as 1/√length, 8e-3 at 16384. Of dk and dv errors are relative to the largest number. In bfloat16 rounding
+# makes 0.003 on an H200; there one key too many is found among 16384, not among 65536.
 TOLERANCE = {
     "float32": {"out": 1e-4, "dq": 1e-4, "dk": 1e-5, "dv": 1e-5},
-    "bfloat16": {"out": 0.03, "dq": 0.03, "dk": 0.03, "dv": 0.03},
+    "bfloat16": {"out": 0.006, "dq": 0.006, "dk": 0.006, "dv": 0.006},
 }
 SMALL = 0.01  # of the largest number: the least scale of a row
 
@@ -132,7 +132,7 @@ def judge(answer: Answer, truth: Answer, dtype: str = CPU.dtype) -> dict[str, An
     for name in TOLERANCE[dtype]:
         got, want = getattr(answer, name), getattr(truth, name)
         axes = (0, 2, 3) if name in ("out", "dq") else None
-        got = got[:, truth.positions] if got.shape != want.shape else got
+        got = got[:, truth.positions] if axes and got.shape[1] == length else got
         scale = np.maximum(np.abs(want).max(axes), SMALL * np.abs(want).max())  # dq of a row with one key is 0
         errors[name] = float(np.max(np.abs(got - want).max(axes) / scale))
     wrong = [name for name, error in errors.items() if not error <= TOLERANCE[dtype][name]]  # NaN is not

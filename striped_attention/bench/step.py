@@ -261,7 +261,8 @@ def _check(presets: list[str], members: list[int], lengths: list[int]) -> Iterat
     """The kernel can do all that will be asked, and gives right answers on one GPU."""
     for preset, count, length in itertools.product(presets, members, lengths):
         config = TrainConfig(preset=preset, sequence_length=length, layout="contiguous")  # type: ignore[arg-type]
-        query, key, what = config.attention(config.make_layout(count, False), count, False)
+        layout = config.make_layout(count, False, jax.default_backend())
+        query, key, what = config.attention(layout, count, False)
         try:
             choose_kernel("cudnn", query, key, **what)
         except NotImplementedError as error:

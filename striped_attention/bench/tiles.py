@@ -10,7 +10,6 @@ from typing import Any
 
 import rich.table
 
-import striped_attention as sa
 from striped_attention.bench import blocks, problem
 from striped_attention.bench.config import BenchConfig
 from striped_attention.bench.layouts import with_contiguous
@@ -18,10 +17,11 @@ from striped_attention.bench.masks import parse_masks
 from striped_attention.bench.run import document, path, say, write
 from striped_attention.bench.workers import Team
 from striped_attention.count import count_tiles
+from striped_attention.layout import contiguous
 
 
 def run(config: BenchConfig) -> None:
-    """Check, measure, print a table and write the JSON, after every ring."""
+    """Check, measure, print a table and write the JSON, after every size."""
     options = config.options
     masks, shape = parse_masks(config), problem.SHAPES[options["platform"]]
     checks: list[dict[str, Any]] = []
@@ -32,17 +32,19 @@ def run(config: BenchConfig) -> None:
         for (mask, length), devices in itertools.product(masks, options["members"]):
             say(f"{mask}, {devices} devices, {length:,} tokens")
             case = functools.partial(blocks.Case, mask=masks[mask, length], devices=devices, length=length, shape=shape)
-            cases = [case(layout, tile=n) for n in options["tiles"] for layout in with_contiguous(config)]
-            result["rows"] += rows(team, mask, blocks.measure(team, cases, options["rounds"], checks))
-            write(result, config)
+            truth = blocks.truth_of(case(contiguous()))
+            for tile in options["tiles"]:
+                cases = [case(layout, tile=tile) for layout in with_contiguous(config)]
+                paths = blocks.measure(team, cases, options["rounds"], checks, truth)
+                result["rows"] += rows(team, options["platform"], mask, paths)
+                write(result, config)
     say(table(result["rows"]))
     say(str(path(config)))
 
 
-def rows(team: Team, mask: str, paths: list[blocks.Path]) -> list[dict[str, Any]]:
-    """What the blocks of one text's rings say."""
+def rows(team: Team, platform: str, mask: str, paths: list[blocks.Path]) -> list[dict[str, Any]]:
+    """What the blocks of one text's rings say, the contiguous one first."""
     found = []
-    contiguous = {one.case.tile: one.both for one in reversed(paths) if one.case.layout == sa.contiguous()}
     for one in paths:
         case = one.case
         tile = case.tile or 0
@@ -50,9 +52,9 @@ def rows(team: Team, mask: str, paths: list[blocks.Path]) -> list[dict[str, Any]
         (temporary,) = team.ask("temporary_bytes", str(case))
         found.append(
             {
-                **{"platform": one.platform, "mask": mask, "tile": case.tile, "layout": repr(case.layout)},
+                **{"platform": platform, "mask": mask, "tile": case.tile, "layout": repr(case.layout)},
                 **{"devices": case.devices, "length": case.length, "forward": one.forward, "both": one.both},
-                **{"over_contiguous": contiguous[case.tile] / one.both, "bound": blocks.bound(case)},
+                **{"over_contiguous": paths[0].both / one.both, "bound": blocks.bound(case)},
                 **{"tiles": int(counts.sum()), "pairs": int(blocks.pairs(case).sum()), "temporary_bytes": temporary},
             }
         )

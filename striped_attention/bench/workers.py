@@ -25,6 +25,10 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
+from striped_attention.training.errors import UsageError
+
+_MENDABLE = f"{UsageError.__name__}: "  # begins the one line of an error that the user can mend
+
 
 class WorkerError(RuntimeError):
     """The method that was asked for raised an exception; the team still lives if it has one rank."""
@@ -120,6 +124,8 @@ class Team:
             self._die(self._ending(rank))
         if not fine:
             message, details = answer
+            if message.startswith(_MENDABLE):
+                raise UsageError(message.removeprefix(_MENDABLE))
             print(details, file=sys.stderr)
             if len(self._connections) > 1:
                 self._die(message)

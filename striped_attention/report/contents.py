@@ -25,7 +25,7 @@ _CONTENTS: tuple[tuple[str, Maker, str], ...] = (
     (
         "speed-up by mask on GPUs",
         functools.partial(sweep.masks, platform="gpu"),
-        "striped bench masks --platform gpu --lengths 65536",
+        "striped bench masks --platform gpu",
     ),
     ("memory per device", limits.memory, "python benchmarks/train_memory.py"),
     ("accuracy", limits.accuracy, "striped bench positions"),

@@ -27,9 +27,8 @@ def tiles(documents: Sequence[Document]) -> Section | None:
     if not found:
         return None
     panels = [
-        Panel(f"{platform.upper()}, {mask}, {devices} devices, {length:,} tokens", lines, bounds[ring])
+        Panel("{}, {}, {} devices, {:,} tokens".format(ring[0].upper(), *ring[1:]), lines, bounds[ring])
         for ring, lines in found.items()
-        for platform, mask, devices, length in [ring]
     ]
     best = max((row for row in rows if plain(row["layout"]) != "contiguous"), key=ratio)
     return Section(
@@ -71,9 +70,12 @@ def masks(documents: Sequence[Document], platform: str) -> Section | None:
     devices, length = max((row["devices"], row["length"]) for row in shown)
     shown = [row for row in shown if (row["devices"], row["length"]) == (devices, length)]
     bars: dict[str, dict[str, float]] = {}
+    bounds: dict[str, float] = {}
     for row in shown:
         bars.setdefault(row["mask"], {})[plain(row["layout"])] = ratio(row)
+        bounds[row["mask"]] = max(float(row["bound"]), bounds.get(row["mask"], 1.0))
     wins = {mask: max(layouts, key=lambda name: layouts[name]) for mask, layouts in bars.items()}
+    wins = {mask: name if bars[mask][name] > 1 else "contiguous" for mask, name in wins.items()}
     best = max(sorted(set(wins.values())), key=list(wins.values()).count)
     won = words([mask for mask, layout in wins.items() if layout == best])
     every = len(set(wins.values())) == 1
@@ -88,9 +90,7 @@ def masks(documents: Sequence[Document], platform: str) -> Section | None:
             f"with that mask."
         ),
         sources=sources,
-        draw=functools.partial(
-            figures.groups, bars, {row["mask"]: float(row["bound"]) for row in shown}, TIMES, of_layout
-        ),
+        draw=functools.partial(figures.groups, bars, bounds, TIMES, of_layout),
     )
 
 

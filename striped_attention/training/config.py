@@ -41,7 +41,7 @@ class TrainConfig:
     layout: Literal["striped", "contiguous", "zigzag"] = "striped"
     """How tokens are dealt to the devices of the sequence axis. contiguous is Ring Attention, striped is balanced."""
     stripe: Whole = None
-    """Tokens of a stripe. Default: 256 on CPUs, 1024 elsewhere, the tile of the kernel xla; a smaller power of two
+    """Tokens of a stripe. Default: a tile of the kernel xla, 256 on CPUs, 1024 elsewhere; a smaller power of two
     where a device has few tokens; 1 for the kernel cudnn."""
     steps: int = 100
     """Steps of the whole run, those before a resume included."""
@@ -153,20 +153,23 @@ class TrainConfig:
         except ValueError as error:
             raise UsageError(str(error)) from error
 
-    def make_layout(self, devices: int, documents: bool = True) -> Layout:
-        """The layout on that many devices of the sequence axis, for text with documents or without."""
+    def make_layout(self, devices: int, documents: bool = True, platform: str | None = None) -> Layout:
+        """The layout on that many devices of the sequence axis, for text with documents or without.
+
+        Without a platform, as in a dry run, no device is touched: stripes are those of accelerators.
+        """
         if self.layout == "contiguous":
             return sa.contiguous()
         if self.layout == "zigzag":
             return sa.zigzag()
         if self.stripe is None and self.kernel == "cudnn":
             return sa.striped(1)
-        if self.stripe is None and not documents and self.kernel == "auto":
+        if self.stripe is None and not documents and self.kernel == "auto" and platform is not None:
             query, key, what = self.attention(sa.striped(1), devices, documents)
             if KERNELS["cudnn"].unsupported(query, key, **what) is None:
                 return sa.striped(1)
         quarter = max(1, -(-self.sequence_length // devices) // 4)
-        tile, _ = default_tile(jax.default_backend())
+        tile = self.tile or default_tile(platform or ("gpu" if self.cpu_devices is None else "cpu"))[0]
         return sa.striped(self.stripe or min(tile, 2 ** (quarter.bit_length() - 1)))
 
     def attention(self, layout: Layout, devices: int, documents: bool) -> tuple[Any, Any, dict[str, Any]]:

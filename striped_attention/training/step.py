@@ -84,7 +84,7 @@ class Program:
         config, devices = self.config, self.mesh.shape[AXES.sequence]
         tile = None if config.tile is None else (config.tile, config.tile)
         return Compute(
-            layout=config.make_layout(devices, self.documents),
+            layout=config.make_layout(devices, self.documents, jax.default_backend()),
             devices=devices,
             length=config.sequence_length,
             dtype=jnp.dtype(config.dtype),

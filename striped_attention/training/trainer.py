@@ -111,7 +111,8 @@ def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
 def choose(config: TrainConfig, sizes: dict[str, int], documents: bool) -> str:
     """The kernel that the attention of this run takes. Raises if the one that was asked for cannot do it."""
     devices = sizes[AXES.sequence]
-    query, key, what = config.attention(config.make_layout(devices, documents), devices, documents)
+    layout = config.make_layout(devices, documents, jax.default_backend())
+    query, key, what = config.attention(layout, devices, documents)
     try:
         return choose_kernel(config.kernel, query, key, **what)
     except NotImplementedError as error:
