@@ -36,7 +36,7 @@ def page(documents: list[Document]) -> str:
         + ", end to end, over Ring Attention. It left three questions open. The GPU numbers below are of one NVIDIA "
         "H200 that does what each member of a ring would do; **transfers between GPUs are not in them**.",
         *_fused(documents, sections["speedup-gpu"]),
-        *_finer(documents, sections["tiles"]),
+        *_finer(documents, sections.get("tiles")),
         *_overheads(documents, sections["steps"], sections["kernels"]),
         *_scale(documents, sections["scaling"]),
         "## The other figures",
@@ -106,7 +106,14 @@ def _fused(documents: list[Document], section: Section) -> list[str]:
     ]
 
 
-def _finer(documents: list[Document], section: Section) -> list[str]:
+def _finer(documents: list[Document], section: Section | None) -> list[str]:
+    unknown = (
+        "**Unknown:** how much of it is left with a wire between the GPUs; what a fused kernel for packed documents "
+        "and wide stripes would reach, for cuDNN's cannot do them and the xla kernel is far from a GPU's speed; and "
+        "TPUs."
+    )
+    if section is None:
+        return [unknown]
     rows, _ = newest(of(documents, "tiles"), "rows", ("platform", "mask", "devices", "length", "tile", "layout"))
     rows = [row for row in rows if (row["platform"], row["mask"], row["layout"]) == ("cpu", "causal", LAYOUT)]
     fine, coarse = min(rows, key=lambda row: row["tile"]), max(rows, key=lambda row: row["tile"])
@@ -121,9 +128,7 @@ def _finer(documents: list[Document], section: Section) -> list[str]:
         f"kernel does {work(coarse)} and {work(fine)}, here the kernel xla with {fine['length']:,} tokens on "
         f"{fine['devices']} devices. But small tiles cost time of their own.",
         *_figure(section),
-        "**Unknown:** how much of it is left with a wire between the GPUs; what a fused kernel for packed documents "
-        "and wide stripes would reach, for cuDNN's cannot do them and the xla kernel is far from a GPU's speed; and "
-        "TPUs.",
+        unknown,
     ]
 
 

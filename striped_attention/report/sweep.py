@@ -83,7 +83,7 @@ def masks(documents: Sequence[Document], platform: str) -> Section | None:
         name="masks" if platform == "cpu" else f"masks_{platform}",
         title=f"{platform.upper()}s: {best} gains most under every mask"
         if every
-        else f"{platform.upper()}s: which layout is best depends on the mask; {best} is for {won}",
+        else f"{platform.upper()}s: which layout is best depends on the mask: {best} for {won}",
         caption=(
             f"A mask says which earlier tokens a token sees. {length:,} tokens on {devices} devices, forward and "
             f"backward, with the kernel xla, by the critical path. The dashed line is the most that balance could give "
