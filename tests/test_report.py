@@ -52,7 +52,7 @@ def tiles():
     )
 
 
-BOUNDS = {"contiguous()": 1.0, "striped(1)": 1.75, "zigzag()": 0.9}
+BOUNDS = {"contiguous()": 1.0, "striped(1)": 1.75, "striped(256)": 1.6, "zigzag()": 0.9}
 
 
 def masks(platform="cpu"):
