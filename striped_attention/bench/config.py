@@ -47,7 +47,7 @@ SUITES: dict[str, dict[str, Any]] = {
     "positions": dict(
         members=(4,), lengths=(1024, 4096, 16_384, 65_536), positions=POSITIONS, layouts=("contiguous", *_WIDE)
     ),
-    "overhead": dict(presets=("1b",), members=(8,), lengths=(8192, 32_768), layouts=("striped(256)",), rounds=3),
+    "overhead": dict(presets=("1b",), members=(8,), lengths=(8192, 16_384), layouts=("striped(256)",), rounds=3),
     "scale": dict(
         measured=(4096, 8192, 16_384, 32_768),
         presets=("1b", "3b", "7b", "llama3-8b"),
