@@ -41,6 +41,7 @@ from striped_attention.parallel import AXES, stage
 CHUNK = 1024  # the default of `striped train`
 TOLERANCE = 1e-4
 SENDS = 3  # keys and values forward, again backward, and the sums of their gradients: as many bytes each, in float32
+ONCE = ("loss", "permute")  # a step; everything else is done in every layer
 
 
 def run(config: BenchConfig) -> None:
@@ -59,7 +60,10 @@ def run(config: BenchConfig) -> None:
         with Team(Wire, [{core} for core in blocks.pick_cores(2)]) as team:
             shape = (1, length // devices, model.PRESETS[preset].kv_heads, model.PRESETS[preset].head_dim)
             seconds["hops"] = SENDS * (devices - 1) * max(team.ask("seconds", shape, options["rounds"]))
-        result["rows"] += [{**row, "what": what, "seconds": value} for what, value in seconds.items()]
+        layers = model.PRESETS[preset].layers
+        for what, value in seconds.items():
+            times = 1 if what in ONCE else layers
+            result["rows"].append({**row, "what": what, "seconds": value, "times": times})
         write(result, config)
     say(table(result["rows"]))
     say(str(path(config)))

@@ -1,6 +1,7 @@
 """Overhead: where the time goes that is not attention's arithmetic."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -120,20 +121,20 @@ def outside(documents: Sequence[Document]) -> Section | None:
     lengths = sorted({row["length"] for row in rows})
     shown = []
     for length in lengths:
-        parts = {str(row["what"]): float(row["seconds"]) for row in rows if row["length"] == length}
+        parts = {str(row["what"]): float(row["seconds"]) * row["times"] for row in rows if row["length"] == length}
         total = sum(parts.values())
         shown.append((f"{length:,} tokens", {k: 100 * v / total for k, v in parts.items()}, f"{total:,.3f} s"))
-    largest = max((row for row in rows if row["length"] == lengths[-1]), key=lambda row: row["seconds"])
-    share = shown[-1][1][str(largest["what"])]
+    shares = shown[-1][1]
+    largest = max(shares, key=lambda what: shares[what])
     return Section(
         name="overhead",
-        title=f"With {lengths[-1]:,} tokens, {largest['what']} takes most of the time: {share:.0f} %",
+        title=f"With {lengths[-1]:,} tokens, {largest} takes most of the time: {shares[largest]:.0f} %",
         caption=(
-            "Everything that a step does, attention and the rest, as shares of the whole; at the end of a bar the "
-            "seconds of all together."
+            "Everything that a step does, attention and the rest, as shares of the whole: the parts of a layer as "
+            "often as there are layers. At the end of a bar the seconds of all together."
         ),
         sources=sources,
         draw=functools.partial(
-            figures.stacks, shown, {kind: CYCLE[i % len(CYCLE)] for i, kind in enumerate(kinds)}, "percent of the time"
+            figures.stacks, shown, dict(zip(kinds, itertools.cycle((*CYCLE, "quiet")))), "percent of the time"
         ),
     )

@@ -31,7 +31,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "layouts": {"wall.rows": ("length", "layout", "over_contiguous", "bound"), "critical_path.rows": _PATH},
     "tiles": {"rows": ("platform", "mask", "tile", "length", "devices", "layout", "both", "over_contiguous", "bound")},
     "masks": {"rows": ("platform", "mask", "devices", "length", "layout", "over_contiguous", "bound")},
-    "overhead": {"rows": ("length", "what", "seconds")},
+    "overhead": {"rows": ("length", "what", "seconds", "times")},
     "scale": {"rows": ("preset", "length", "devices", "hardware", "layout", "tokens_per_second", "measured")},
     "positions": {"rows": ("positions", "length", "layout", "devices", "error")},
 }
