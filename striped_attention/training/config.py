@@ -156,7 +156,8 @@ class TrainConfig:
     def make_layout(self, devices: int, documents: bool = True, platform: str | None = None) -> Layout:
         """The layout on that many devices of the sequence axis, for text with documents or without.
 
-        Without a platform, as in a dry run, no device is touched: stripes are those of accelerators.
+        Without a platform, as in a dry run, no device is touched: stripes are those of accelerators, with --cpu-devices
+        those of CPUs.
         """
         if self.layout == "contiguous":
             return sa.contiguous()
