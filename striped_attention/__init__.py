@@ -5,6 +5,9 @@ from striped_attention.attention import attention as attention
 from striped_attention.attention import attention_shard as attention_shard
 from striped_attention.bias import alibi as alibi
 from striped_attention.bias import relative_bias as relative_bias
+from striped_attention.cache import KVCache as KVCache
+from striped_attention.cached_attention import decode_attention as decode_attention
+from striped_attention.cached_attention import prefill_attention as prefill_attention
 from striped_attention.kernel import Partial as Partial
 from striped_attention.kernel import merge as merge
 from striped_attention.layout import contiguous as contiguous

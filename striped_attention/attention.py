@@ -77,17 +77,17 @@ def attention(
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else jnp.asarray(sinks)
     devices = mesh.shape[axis_name]
-    _check_arrays(query, key, value, bias, sinks)
-    _check_spec(spec, axis_name, mesh, query, key)
+    check_arrays(query, key, value, bias, sinks)
+    check_spec(spec, axis_name, mesh, query.shape[0], key.shape[2])
     length = _check_length(query.shape[1], length, mask, layout, devices)
     _check_batch(mask, query.shape[0])
-    tile = _check_options(scale, softcap, kernel, tile)
+    tile = check_options(scale, softcap, kernel, tile)
     options = dict(
         axis_name=axis_name, layout=layout, scale=scale, softcap=softcap, kernel=kernel, tile=tile, length=length
     )
     return _on_mesh(
         *(query, key, value, mask.permute(layout, devices, query.shape[1]), bias, sinks),
-        mesh=_mesh_for(mesh, query, key, value),
+        mesh=mesh_for(mesh, query, key, value),
         spec=spec,
         options=tuple(options.items()),
     )
@@ -124,7 +124,7 @@ def attention_shard(
         ) from None
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else jnp.asarray(sinks)
-    _check_arrays(query, key, value, bias, sinks)
+    check_arrays(query, key, value, bias, sinks)
     padded_length = query.shape[1] * devices
     length = _check_length(padded_length, length, mask, layout, devices)
     if mask.length is not None and mask.placed != (layout, devices):
@@ -141,9 +141,9 @@ def attention_shard(
                 f"padded further than they need, mask.permute(layout, devices, slots={padded_length})."
             )
     _check_batch(mask, query.shape[0])
-    tile = _check_options(scale, softcap, kernel, tile)
+    tile = check_options(scale, softcap, kernel, tile)
     what = dict(softcap=softcap, bias=bias, mask=mask, layout=layout, devices=devices, tile=tile)
-    kernel = choose_kernel(kernel, query, key, padded=padded_length != length, platform=_platform(), **what)
+    kernel = choose_kernel(kernel, query, key, padded=padded_length != length, platform=platform(), **what)
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)
     ring = Ring(axis_name, devices, layout, length, padded_length, KERNELS[kernel], scale, softcap, tile)
@@ -159,7 +159,7 @@ def _on_mesh(
     mask_specs = jax.tree.map(lambda x: PartitionSpec(batch if x.shape[0] == len(query) else None, sequence), mask)
     inputs = (query, key, value, mask, bias, sinks)
     specs = (spec, spec, spec, mask_specs, jax.tree.map(lambda _: per_head, bias), None if sinks is None else per_head)
-    inputs = jax.tree.map(lambda x, spec: _reshard(x, mesh, spec), inputs, specs)
+    inputs = jax.tree.map(lambda x, spec: reshard(x, mesh, spec), inputs, specs)
 
     def shard(query: Array, key: Array, value: Array, mask: Mask, bias: Any, sinks: Any) -> Array:
         return attention_shard(query, key, value, mask=mask, bias=bias, sinks=sinks, **dict(options))
@@ -179,7 +179,7 @@ def _check_mesh(mesh: Any, axis_name: str) -> Any:
     return ambient if mesh is None else mesh
 
 
-def _mesh_for(mesh: Any, *arrays: Array) -> Any:
+def mesh_for(mesh: Any, *arrays: Array) -> Any:
     """The mesh with the axis types that fit the caller.
 
     `jax.make_mesh` makes explicit axes, whose shardings are part of an array's type. Callers who do not use such types
@@ -197,7 +197,8 @@ def _mesh_for(mesh: Any, *arrays: Array) -> Any:
     return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
 
 
-def _reshard(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
+def reshard(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
+    """An array as `shard_map` wants it, where shardings are part of types."""
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     if not explicit:
         return x
@@ -205,7 +206,8 @@ def _reshard(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
     return jax.reshard(x, NamedSharding(mesh, keep))
 
 
-def _check_spec(spec: PartitionSpec, axis_name: str, mesh: Any, query: Array, key: Array) -> None:
+def check_spec(spec: PartitionSpec, axis_name: str, mesh: Any, batch: int, kv_heads: int) -> None:
+    """Raise unless arrays [batch, length, heads, dim] can be sharded like that."""
     if len(spec) != 4 or spec[1] != axis_name or spec[3] is not None:
         raise ValueError(
             f"spec must say how [batch, length, heads, dim] are sharded, the length over {axis_name!r} and dim over "
@@ -214,7 +216,7 @@ def _check_spec(spec: PartitionSpec, axis_name: str, mesh: Any, query: Array, ke
     names = [name for entry in spec for name in _names(entry)]
     if len(set(names)) < len(names):
         raise ValueError(f"spec may name every mesh axis once; got {spec}.")
-    for what, size, entry in (("batch", query.shape[0], spec[0]), ("key heads", key.shape[2], spec[2])):
+    for what, size, entry in (("batch", batch, spec[0]), ("key heads", kv_heads, spec[2])):
         unknown = [name for name in _names(entry) if name not in mesh.axis_names]
         if unknown:
             raise ValueError(f"spec names the axis {unknown[0]!r}, but the mesh has {tuple(mesh.axis_names)}.")
@@ -226,7 +228,8 @@ def _check_spec(spec: PartitionSpec, axis_name: str, mesh: Any, query: Array, ke
             )
 
 
-def _check_arrays(query: Array, key: Array, value: Array, bias: Any, sinks: Any) -> None:
+def check_arrays(query: Any, key: Any, value: Any, bias: Any, sinks: Any) -> None:
+    """Raise unless shapes and dtypes fit each other."""
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not (query.ndim == key.ndim == value.ndim == 4):
         raise ValueError(f"query, key and value must be [batch, length, heads, dim]; got {shapes}.")
@@ -297,7 +300,7 @@ def _check_batch(mask: Mask, batch: int) -> None:
             )
 
 
-def _check_options(scale: Any, softcap: Any, kernel: str, tile: Any) -> tuple[int, int] | None:
+def check_options(scale: Any, softcap: Any, kernel: str, tile: Any) -> tuple[int, int] | None:
     """The tile as a pair."""
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None and not (isinstance(value, (int, float, np.number)) and math.isfinite(value.real)):
@@ -330,7 +333,7 @@ def choose_kernel(name: str, query: Any, key: Any, **what: Any) -> str:
     raise NotImplementedError(f"Kernel {name!r} cannot do this: {refusals[name]} Use kernel={able[0]!r}.")
 
 
-def _platform() -> str:
+def platform() -> str:
     """What the program that is being traced will run on."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform

@@ -17,12 +17,21 @@ def main(arguments: list[str] | None = None) -> int:
 
         from striped_attention import plan_command
         from striped_attention.bench.config import BenchConfig
+        from striped_attention.generation.config import ExportConfig, GenerateConfig, ImportConfig
         from striped_attention.report.config import ReportConfig
         from striped_attention.training.config import TrainConfig
     except ModuleNotFoundError as error:
         asked = sys.argv[1:] if arguments is None else arguments
         return _missing(error, "report" if asked[:1] == ["report"] else "train")
-    commands = {"train": TrainConfig, "bench": BenchConfig, "plan": plan_command.PlanConfig, "report": ReportConfig}
+    commands = {
+        "train": TrainConfig,
+        "generate": GenerateConfig,
+        "import": ImportConfig,
+        "export": ExportConfig,
+        "bench": BenchConfig,
+        "plan": plan_command.PlanConfig,
+        "report": ReportConfig,
+    }
     cli = functools.partial(
         tyro.extras.subcommand_cli_from_dict, prog="striped", config=(tyro.conf.FlagCreatePairsOff,)
     )
@@ -34,6 +43,10 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if isinstance(config, ReportConfig):
             return report(config)
+        if isinstance(config, GenerateConfig):
+            return generate(config)
+        if isinstance(config, (ImportConfig, ExportConfig)):
+            return convert(config)
         return train(config) if isinstance(config, TrainConfig) else bench(config)
 
     return _guard(run)
@@ -59,6 +72,39 @@ def train(config: Any) -> int:
         return 0
 
     return _guard(run, "striped" if config.process_id is None else f"striped, process {config.process_id}")
+
+
+def generate(config: Any) -> int:
+    """`striped generate`; also what each of several local processes runs."""
+    try:
+        from striped_attention.generation import command
+        from striped_attention.training import launch
+    except ModuleNotFoundError as error:
+        return _missing(error)
+
+    def run() -> int:
+        asked = command.with_prompt(config)
+        if config.local_processes is not None:
+            return launch.start_local(asked, generate)
+        launch.connect(config)
+        command.generate(asked)
+        return 0
+
+    return _guard(run, "striped" if config.process_id is None else f"striped, process {config.process_id}")
+
+
+def convert(config: Any) -> int:
+    """`striped import` and `striped export`."""
+    try:
+        from striped_attention.generation import command
+        from striped_attention.generation.config import ImportConfig
+    except ModuleNotFoundError as error:
+        return _missing(error)
+    if isinstance(config, ImportConfig):
+        command.import_model(config)
+    else:
+        command.export_model(config)
+    return 0
 
 
 def bench(config: Any) -> int:

@@ -47,8 +47,9 @@ def causal_pairs(length: int) -> int:
 
 
 def matrix_flops(model: ModelConfig, tokens: int) -> int:
-    """Useful FLOPs of a step outside attention. The embedding is looked up, not multiplied."""
-    return 6 * (model.parameters - model.vocabulary * model.dim) * tokens
+    """Useful FLOPs of a step outside attention. The embedding is looked up, not multiplied, unless it makes scores."""
+    looked_up = 0 if model.tied else model.vocabulary * model.dim
+    return 6 * (model.parameters - looked_up) * tokens
 
 
 def attention_flops(model: ModelConfig, pairs: int) -> int:
@@ -128,8 +129,7 @@ def _memory(
     stages = [
         sum(layer[name] for name in ("query", "key", "value")),
         sum(layer[name] for name in ("output", "gate", "up", "down")),
-        sizes["unembedding"],
-        sizes["embedding"],
+        sizes["embedding"],  # the unembedding is as large
     ]
     chunk = min(config.chunk, tokens)
     # Seen in compiled steps, float32 and all, backward: x and its gradient; of the queries' size q, the result and what

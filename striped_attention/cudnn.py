@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 WORKS = ((0, 10), (0, 13))  # from the first of these versions of JAX up to the second, not included
 CUDNN = 91100  # 9.11: the first that knows every GPU from Ampere to Blackwell
@@ -56,6 +56,25 @@ def forward(
     nothing = jnp.zeros(0, q.dtype)
     return fused._dot_product_attention_fwd_p_wrapper.bind(
         *(q, k, v, *[nothing] * 7), **_options(fused, scale, causal, window), is_training=True
+    )
+
+
+def forward_lengths(
+    q: Float[Array, "batch heads queries dim"],
+    k: Float[Array, "batch kv_heads keys dim"],
+    v: Float[Array, "batch kv_heads keys dim"],
+    lengths: Int[Array, " batch"],
+    *,
+    scale: float,
+) -> list[Array]:
+    """Output like q, and the log-sum-exp [batch, heads, queries]. Rows see the first `lengths` keys, one or more."""
+    fused = _jax()
+    nothing = jnp.zeros(0, q.dtype)
+    options = _options(fused, scale, causal=False, window=None)
+    options |= dict(mask_type=fused.MaskType.PADDING, layout=fused.AttentionLayout.BNTH.value)
+    rows = jnp.full(q.shape[0], q.shape[2], jnp.int32)
+    return fused._dot_product_attention_fwd_p_wrapper.bind(
+        *(q, k, v, nothing, rows, lengths, *[nothing] * 4), **options, is_training=True
     )
 
 

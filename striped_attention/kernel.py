@@ -59,6 +59,25 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(out, jnp.where(nothing, -jnp.inf, top + jnp.log(total)))
 
 
+def merge_all(parts: Partial) -> Partial:
+    """`merge` of as many as the first dimension of both arrays has."""
+    top = jnp.max(parts.lse, axis=0)
+    top = jnp.where(jnp.isneginf(top), 0, top)
+    weight = jnp.exp(parts.lse - top)
+    total = jnp.sum(weight, axis=0)
+    nothing = total == 0
+    share = weight / jnp.where(nothing, 1, total)
+    return Partial(jnp.sum(parts.out * share[..., None], axis=0), jnp.where(nothing, -jnp.inf, top + jnp.log(total)))
+
+
+def add_sinks(part: Partial, sinks: Float[Array, " heads"] | None) -> Partial:
+    """The partial result with one more key a head, which everybody sees and whose value is 0."""
+    if sinks is None:
+        return part
+    lse = jnp.broadcast_to(sinks.astype(part.lse.dtype), part.lse.shape)
+    return merge(part, Partial(jnp.zeros_like(part.out), lse))
+
+
 @dataclasses.dataclass(frozen=True)
 class Pattern:
     """Where the ranges of all blocks of a ring come from, if a mask is known while tracing: for kernels without ranges.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from striped_attention import cudnn
 from striped_attention.bias import Bias
@@ -89,6 +89,21 @@ def attend(q: Float[Array, "batch queries heads dim"]) -> Callable[..., Partial]
         return Partial(out[..., :dim].astype(jnp.float32), jnp.swapaxes(lse, 1, 2))
 
     return run
+
+
+def attend_first(
+    q: Float[Array, "batch queries heads dim"],
+    k: Float[Array, "batch kv_heads keys dim"],
+    v: Float[Array, "batch kv_heads keys dim"],
+    counts: Int[Array, " batch"],
+    scale: float,
+) -> Partial:
+    """Attention of all queries of a text to its first `counts` keys, which may be none: for a cache."""
+    arrays = (_widen(jnp.swapaxes(q, 1, 2)), _widen(k), _widen(v), jnp.maximum(counts, 1))
+    out, lse = cudnn.forward_lengths(*arrays, scale=scale)
+    some = (counts > 0)[:, None, None]
+    out = jnp.where(some[..., None], jnp.swapaxes(out[..., : q.shape[-1]], 1, 2).astype(jnp.float32), 0)
+    return Partial(out, jnp.where(some, jnp.swapaxes(lse, 1, 2), -jnp.inf))
 
 
 def attend_grad(

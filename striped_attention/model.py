@@ -25,16 +25,22 @@ from jaxtyping import Array, Float, Int
 
 from striped_attention.attention import attention_shard
 from striped_attention.layout import Layout
-from striped_attention.mask import Mask
+from striped_attention.mask import Mask, sliding_window
 from striped_attention.parallel import AXES, stage
 from striped_attention.ring import SAVED
+from striped_attention.rotary import Stretch, rotary, rotate
 
 Weights = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model. LLaMA's: RMSNorm before each half of a layer, rotary positions, SwiGLU, no biases."""
+    """The shape of a model. LLaMA's: RMSNorm before each half of a layer, rotary positions, SwiGLU.
+
+    What its relatives have besides: `head_width` other than dim / heads; a sliding `window` in every layer (Mistral);
+    `biases` of queries, keys and values (Qwen 2); `head_norms` of queries and keys (Qwen 3); one matrix for embedding
+    and scores (`tied`); rotary positions with a `stretch`.
+    """
 
     layers: int
     dim: int
@@ -44,16 +50,26 @@ class ModelConfig:
     vocabulary: int
     rope_theta: float = 10_000.0
     norm_epsilon: float = 1e-5
+    head_width: int | None = None
+    window: int | None = None
+    biases: bool = False
+    head_norms: bool = False
+    tied: bool = False
+    stretch: Stretch | None = None
 
     def __post_init__(self) -> None:
         for name in ("layers", "dim", "ffn", "heads", "kv_heads", "vocabulary"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} of a model must be at least 1; got {getattr(self, name)}.")
-        if self.dim % self.heads or self.head_dim % 2:
+        if self.head_width is None and self.dim % (2 * self.heads):
             raise ValueError(
                 f"A model's dim must be its heads times an even number, the width of a head; got dim {self.dim} and "
                 f"{self.heads} heads."
             )
+        if self.head_dim % 2 or self.head_dim < 2:
+            raise ValueError(f"The width of a head must be even; got {self.head_dim}.")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"A model's window must be at least 1; got {self.window}.")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"A model's heads must be a multiple of its kv_heads; got {self.heads} and {self.kv_heads}."
@@ -61,12 +77,24 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.heads
+        return self.head_width or self.dim // self.heads
+
+    @classmethod
+    def from_json(cls, said: dict[str, Any]) -> "ModelConfig":
+        """The inverse of `dataclasses.asdict`; what a model of an older version does not say is as it was then."""
+        stretch = said.get("stretch")
+        return cls(**{**said, "stretch": None if stretch is None else Stretch(**stretch)})
 
     @property
     def shapes(self) -> Weights:
         """The shape of every weight; those of the layers are stacked."""
         n = self.layers
+        more: Weights = {}
+        if self.biases:
+            more["query_bias"] = (n, self.heads, self.head_dim)
+            more["key_bias"] = more["value_bias"] = (n, self.kv_heads, self.head_dim)
+        if self.head_norms:
+            more["query_norm"] = more["key_norm"] = (n, self.head_dim)
         return {
             "embedding": (self.vocabulary, self.dim),
             "layers": {
@@ -79,10 +107,16 @@ class ModelConfig:
                 "gate": (n, self.dim, self.ffn),
                 "up": (n, self.dim, self.ffn),
                 "down": (n, self.ffn, self.dim),
+                **more,
             },
             "norm": (self.dim,),
-            "unembedding": (self.dim, self.vocabulary),
+            **({} if self.tied else {"unembedding": (self.dim, self.vocabulary)}),
         }
+
+    @property
+    def last(self) -> tuple[str, ...]:
+        """The weights that make scores of the last layer's result."""
+        return ("norm", "embedding" if self.tied else "unembedding")
 
     def specs(self, devices: int) -> Weights:
         """How every weight lies on a mesh of that many devices."""
@@ -96,6 +130,9 @@ class ModelConfig:
     def parameters(self) -> int:
         return sum(int(np.prod(shape)) for shape in jax.tree.leaves(self.shapes, is_leaf=_is_shape))
 
+
+# The weights of a layer's second stage; the others belong to the first.
+AFTER = ("output", "ffn_norm", "gate", "up", "down")
 
 # The paper's models are LLaMA's shapes at three sizes; the 7B one is LLaMA 7B itself.
 PRESETS = {
@@ -149,8 +186,8 @@ def init(config: ModelConfig, key: Array) -> Weights:
 
     def one(path: Any, shape: tuple[int, ...], key: Array) -> Array:
         name = path[-1].key
-        if name.endswith("norm"):
-            return jnp.ones(shape, jnp.float32)
+        if name.endswith(("norm", "bias")):
+            return jnp.full(shape, name.endswith("norm"), jnp.float32)
         residual = (2 * config.layers) ** -0.5 if name in ("output", "down") else 1.0
         return jax.random.normal(key, shape, jnp.float32) * (0.02 * residual)
 
@@ -171,21 +208,26 @@ def token_losses(
     """Minus the log-probability of every target, for this device's slots. `attend` replaces the ring, in tests."""
     run = functools.partial(stage, chunk=compute.chunk, dtype=compute.dtype)
     positions = jnp.broadcast_to(compute.positions(), tokens.shape)
+    mask = mask if config.window is None else mask & sliding_window(config.window)
 
     def layer(x: Array, weights: Weights) -> tuple[Array, None]:
-        part = lambda *names: ({n: weights[n] for n in names}, {n: layer_specs[n] for n in names})  # noqa: E731
-        first = part("attention_norm", "query", "key", "value")
-        second = part("output", "ffn_norm", "gate", "up", "down")
-        q, k, v = run(functools.partial(before, config), *first, x, positions)
+        first, second = split_layer(weights)
+        first_specs, second_specs = split_layer(layer_specs)
+        q, k, v = run(functools.partial(before, config), first, first_specs, x, positions)
         attended = (attend or compute.attend)(q, k, v, mask)
-        return run(functools.partial(after, config), *second, (x, attended), ()), None
+        return run(functools.partial(after, config), second, second_specs, (x, attended), ()), None
 
     layer_specs = {name: PartitionSpec(*spec[1:]) for name, spec in specs["layers"].items()}
     embed = functools.partial(stage, chunk=tokens.shape[1], dtype=compute.dtype)  # in one go: its gradient is a table
-    x = embed(_embed, weights["embedding"], specs["embedding"], (), tokens)
+    x = embed(lookup, weights["embedding"], specs["embedding"], (), tokens)
     x, _ = lax.scan(_remat(layer, compute.remat), x, weights["layers"])
-    last = {name: weights[name] for name in ("norm", "unembedding")}
+    last = {name: weights[name] for name in config.last}
     return run(functools.partial(losses, config), last, {name: specs[name] for name in last}, x, targets)
+
+
+def split_layer(weights: Weights) -> tuple[Weights, Weights]:
+    """The weights (or anything else about them) of a layer's two stages, `before` and `after`."""
+    return {n: x for n, x in weights.items() if n not in AFTER}, {n: weights[n] for n in AFTER}
 
 
 def _remat(layer: Any, kind: str) -> Any:
@@ -196,7 +238,7 @@ def _remat(layer: Any, kind: str) -> Any:
     return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names), prevent_cse=False)
 
 
-def _embed(embedding: Array, _: Any, tokens: Array) -> Array:
+def lookup(embedding: Array, _: Any, tokens: Array) -> Array:
     # The gradient adds up all uses of a token: in float32, which bf16 would stop counting at 256.
     return embedding.astype(jnp.float32)[tokens].astype(embedding.dtype)
 
@@ -204,8 +246,12 @@ def _embed(embedding: Array, _: Any, tokens: Array) -> Array:
 def before(config: ModelConfig, weights: Weights, x: Array, positions: Array) -> tuple[Array, Array, Array]:
     y = _norm(x, weights["attention_norm"], config.norm_epsilon)
     q, k, v = (_project("bsd,dhk->bshk", y, weights[name]) for name in ("query", "key", "value"))
-    cos, sin = rotary(positions, config.head_dim, config.rope_theta)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin), v
+    if config.biases:
+        q, k, v = (x + weights[f"{name}_bias"] for x, name in ((q, "query"), (k, "key"), (v, "value")))
+    if config.head_norms:
+        q, k = (_norm(x, weights[f"{name}_norm"], config.norm_epsilon) for x, name in ((q, "query"), (k, "key")))
+    cos, sin = rotary(positions, config.head_dim, config.rope_theta, config.stretch)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 def after(config: ModelConfig, weights: Weights, inputs: tuple[Array, Array], _: Any) -> Array:
@@ -216,32 +262,16 @@ def after(config: ModelConfig, weights: Weights, inputs: tuple[Array, Array], _:
     return x + _project("bsf,fd->bsd", jax.nn.silu(gate) * up, weights["down"])
 
 
+def logits(config: ModelConfig, weights: Weights, x: Array) -> Array:
+    """The scores of every token of the vocabulary, in float32, from the last layer's result."""
+    unembedding = weights["embedding"].T if config.tied else weights["unembedding"]
+    return _logits(_norm(x, weights["norm"], config.norm_epsilon), unembedding)
+
+
 def losses(config: ModelConfig, weights: Weights, x: Array, targets: Array) -> Array:
-    scores = _logits(_norm(x, weights["norm"], config.norm_epsilon), weights["unembedding"])
+    scores = logits(config, weights, x)
     target = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(scores, axis=-1) - target
-
-
-def rotary(
-    positions: Int[Array, "batch slots"], head_dim: int, theta: float
-) -> tuple[Float[Array, "batch slots half"], Float[Array, "batch slots half"]]:
-    """Cosine and sine of the rotary angles, in float32.
-
-    position · frequency in float32 is off by 0.03 at a million. So the angle is the sum of two: whole thousands, whose
-    turn is reduced to less than a circle in float64 beforehand, and the rest.
-    """
-    frequency = theta ** -(np.arange(0, head_dim, 2) / head_dim)
-    block = 1024
-    turn = np.remainder(block * frequency, 2 * np.pi).astype(np.float32)
-    whole, rest = (x[..., None].astype(jnp.float32) for x in (positions // block, positions % block))
-    angle = whole * turn + rest * frequency.astype(np.float32)
-    return jnp.cos(angle), jnp.sin(angle)
-
-
-def _rotate(x: Array, cos: Array, sin: Array) -> Array:
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 def _norm(x: Array, weight: Array, epsilon: float) -> Array:

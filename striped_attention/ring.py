@@ -28,7 +28,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from striped_attention.bias import Bias
-from striped_attention.kernel import Block, Kernel, Partial, Pattern, accumulator, merge
+from striped_attention.kernel import Block, Kernel, Partial, Pattern, accumulator, add_sinks, merge
 from striped_attention.layout import Layout
 from striped_attention.mask import Mask
 
@@ -140,10 +140,10 @@ def _ring_attention(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any, s
     return _forward(ring, q, k, v, mask, bias, sinks)[0]
 
 
-def _forward(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any) -> tuple[Array, Any]:
+def ring_partial(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any) -> Partial:
+    """The forward pass alone, with the log of the sums that its result was divided by."""
     block = ring.blocks(mask, bias)
     offsets = ring.offsets(mask)
-    dtype = accumulator(q.dtype)
     attend = ring.kernel.attend(q)
 
     def step(carry: Any, offset: Any, places: int) -> Any:
@@ -152,16 +152,19 @@ def _forward(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: A
         part = attend(*kv, block(offset))
         return (_after(sent, part.lse), merge(result, part)), None
 
-    sent = ring.send((k, v), offsets[1]) if len(offsets) > 1 else None
+    if len(offsets) == 1:
+        return attend(k, v, block(0))
+    sent = ring.send((k, v), offsets[1])
     result = attend(k, v, block(0))
-    if sent is not None:
-        kv = _after(sent, result.lse)
-        for run in _runs(offsets[1:]):
-            (kv, result), _ = lax.scan(functools.partial(step, places=run.places), (kv, result), run.offsets)
-        result = merge(result, attend(*kv, block(offsets[-1])))
-    if sinks is not None:  # a sink is a key that everybody sees and whose value is 0
-        sink = jnp.broadcast_to(sinks.astype(dtype), result.lse.shape)
-        result = merge(result, Partial(jnp.zeros_like(result.out), sink))
+    kv = _after(sent, result.lse)
+    for run in _runs(offsets[1:]):
+        (kv, result), _ = lax.scan(functools.partial(step, places=run.places), (kv, result), run.offsets)
+    return merge(result, attend(*kv, block(offsets[-1])))
+
+
+def _forward(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any) -> tuple[Array, Any]:
+    dtype = accumulator(q.dtype)
+    result = add_sinks(ring_partial(ring, q, k, v, mask, bias), sinks)
     out = checkpoint_name(result.out.astype(q.dtype), SAVED[0])
     # dq and dk are small differences of large numbers, one of them out · dout, so the backward pass needs all of out.
     # What rounding takes from it is kept in the inputs' dtype, at half the cost of keeping out in float32.

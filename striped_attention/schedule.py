@@ -7,7 +7,7 @@ takes one branch of a conditional, nobody knows which: the conditional counts if
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 # XLA starts one transfer at a time unless it is told otherwise, but a step of a ring has up to four: k, v, dk and dv.
@@ -23,7 +23,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(
     r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)|branch_computations=\{([^}]*)\}"
 )
-_SIZES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "s32": 4, "u8": 1}
+_SIZES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +63,34 @@ def transfers(program: str) -> list[Transfer]:
             dtype, size = _size(instruction.shape)
             found.append(Transfer(instruction.name, computation, dtype, size, hidden))
     return found
+
+
+def traffic(program: str, devices: int) -> dict[str, int]:
+    """Bytes that a device sends in a compiled program, by kind of operation, rings being what XLA makes of them.
+
+    Those in a loop count once. All devices take part in each.
+    """
+    sent: dict[str, int] = {}
+    for instructions in dict(_computations(program)).values():
+        for instruction in instructions:
+            operation = instruction.operation.removesuffix("-start")
+            if operation not in _SHARES:
+                continue
+            sizes = [_size(shape)[1] for shape in re.findall(r"\w+\[[\d,]*\]", instruction.shape)]
+            # The shape of what begins an operation lists what goes in before what comes out.
+            size = sum(sizes) if operation == instruction.operation else sizes[-1]
+            sent[operation] = sent.get(operation, 0) + int(_SHARES[operation](devices) * size)
+    return sent
+
+
+# What a device sends of the size of an operation's result, on so many devices.
+_SHARES: dict[str, Callable[[int], float]] = {
+    "all-gather": lambda n: (n - 1) / n,
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "reduce-scatter": lambda n: n - 1,
+    "all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1 if n > 1 else 0,
+}
 
 
 def _ends(other: _Instruction, start: _Instruction) -> bool:

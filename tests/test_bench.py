@@ -44,9 +44,9 @@ def test_bad_options_get_one_clear_line(options, message):
         ("step", dict(presets=()), "--presets needs at least one value"),
         ("step", dict(lengths=(65_537,)), "--lengths multiples of twice that"),
         ("step", dict(lengths=(0,)), "--lengths multiples of twice that"),
-        ("step", dict(heads=("16:16",)), "--heads is an option of gpu and overlap, not of step"),
-        ("gpu", dict(presets=("1b",)), "--presets is an option of overhead, scale and step, not of gpu"),
-        ("overlap", dict(chunk=8), "--chunk is an option of step, not of overlap"),
+        ("step", dict(heads=("16:16",)), "--heads is an option of gpu, overlap and decode, not of step"),
+        ("gpu", dict(presets=("1b",)), "--presets is an option of overhead, scale, step and decode, not of gpu"),
+        ("overlap", dict(chunk=8), "--chunk is an option of step and decode, not of overlap"),
     ],
 )
 def test_options_that_a_suite_cannot_use_get_one_clear_line(suite, options, message):

@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -14,6 +16,9 @@ from striped_attention.bench.workers import Team
 from striped_attention.cli import main
 from striped_attention.layout import contiguous
 from striped_attention.mask import causal
+from striped_attention.model import PRESETS
+from striped_attention.report.contents import gather
+from striped_attention.report.read import read
 from striped_attention.training.errors import UsageError
 
 
@@ -309,3 +314,30 @@ def test_a_machine_with_too_few_cores_is_told_so(monkeypatch):
     assert blocks.pick_cores(1) == [3]
     with pytest.raises(UsageError, match=r"needs 2 cores on Linux.*may use 1"):
         blocks.pick_cores(2)
+
+
+def test_a_decoded_token_sends_partial_results(tmp_path):
+    """In a process of its own, for it has virtual devices of its own."""
+    output = tmp_path / "decode.json"
+    command = [
+        sys.executable,
+        "-m",
+        "striped_attention.cli",
+        *["bench", "decode", "--quick", "--members", "1", "4", "--rounds", "3"],
+    ]
+    subprocess.run([*command, "--output", str(output)], check=True, capture_output=True)
+    found = json.loads(output.read_text())
+    one, four = found["rows"]
+    assert (one["wire_bytes"], one["attention_bytes"]) == (0, 0)
+    debug = PRESETS["debug"]
+    assert four["attention_bytes"] == debug.layers * debug.heads * (debug.head_dim + 1) * 4 * 3
+    assert four["wire_bytes"] > four["attention_bytes"]
+    assert all(check["error"] < check["tolerance"] == 1e-4 for check in found["checks"])
+    (section,) = (section for section in gather(read([output])).sections if section.name == "decode")
+    assert section.draw().axes[0].get_xlabel() == "devices"
+
+
+def test_decoding_on_a_gpu_needs_one(capsys, tmp_path):
+    command = ["bench", "decode", "--platform", "gpu", "--output", str(tmp_path / "decode.json")]
+    assert main(command) == 2
+    assert "--platform gpu needs a GPU; JAX sees cpu here." in capsys.readouterr().err

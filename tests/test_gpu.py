@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import striped_attention as sa
-from striped_attention import kernel_cudnn
+from striped_attention import kernel_cudnn, kernel_few
 from striped_attention.bench.gpu import one_gpu, worker
 from striped_attention.kernel import Partial
-from striped_attention.oracle import dense_partial
+from striped_attention.oracle import dense_attention, dense_partial
 from striped_attention.replay import replay
 from striped_attention.ring import Ring
 
@@ -139,3 +139,46 @@ def test_transfers_are_hidden_behind_attention(members, slots):
         print(f"{members} members, {slots} slots, {row['layout']}: {len(exposed)} of {len(row['transfers'])} exposed")
         assert not exposed, f"{row['layout']}: {exposed}"
         assert len(row["transfers"]) >= 4
+
+
+@pytest.mark.parametrize("heads", ["8:8", "32:8", "4:1"])
+def test_decoding_reads_the_cache_as_plain_jax_does(heads):
+    """The kernel for few queries, with texts of different lengths, two ranges, and slots that divide by nothing."""
+    q_heads, kv_heads = map(int, heads.split(":"))
+    random = np.random.default_rng(0)
+    for queries, slots, dim, dtype in ((1, 5001, 128, "bfloat16"), (3, 700, 64, "float16"), (1, 400, 256, "bfloat16")):
+        shapes = (3, queries, q_heads, dim), *[(3, kv_heads, slots, dim)] * 2
+        q, k, v = (jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes)
+        cuts = np.sort(random.integers(0, slots + 1, (4, 3, queries)), axis=0).astype(np.int32)
+        few = kernel_few.Few(jax.tree.map(jnp.asarray, [(cuts[2], cuts[3]), (cuts[0], cuts[1])]), None, None, None, 0.1)
+        assert kernel_few.triton_can(q, k, few)
+        found, wanted = jax.jit(kernel_few.attend_few)(q, k, v, few), jax.jit(kernel_few.plain)(q, k, v, few)
+        assert np.abs(found.lse - wanted.lse).max() < 1e-5
+        assert np.abs(found.out - wanted.out).max() < 4e-3
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_prompt_in_pieces_on_a_gpu(window):
+    """Pieces of two texts, the first of different lengths, with the kernel that auto takes, and tokens after them."""
+    mesh = jax.make_mesh((1,), ("sequence",), devices=jax.devices()[:1])
+    where = dict(layout=sa.striped(), mesh=mesh, axis_name="sequence")
+    random = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random.standard_normal((2, 1537, n, 128)), jnp.bfloat16) for n in (8, 2, 2))
+    i, j = np.mgrid[:1537, :1537]
+    seen = ((j <= i) & (i - j < (window or 1537)))[None]
+    with jax.enable_x64(True):
+        wanted = np.asarray(dense_attention(*(np.asarray(x, np.float64) for x in (q, k, v)), seen))
+    plain = np.abs(np.asarray(dense_attention(q, k, v, seen), np.float64) - wanted).max()
+    cache, have, worst = sa.KVCache.empty(2, 2048, 2, 128, window=window, **where), np.zeros(2, int), []
+    attend = jax.jit(sa.prefill_attention)
+    for counts in ([512, 100], [512, 412], [512, 512], [0, 512]):
+        parts = [jnp.stack([jnp.roll(x[r], -have[r], axis=0)[:512] for r in range(2)]) for x in (q, k, v)]
+        out, cache = attend(*parts, cache, counts=jnp.asarray(counts, jnp.int32))
+        for row, count in enumerate(counts):
+            error = np.abs(np.asarray(out[row, :count], np.float64) - wanted[row, have[row] : have[row] + count])
+            worst.append(error.max(initial=0))
+        have += counts
+    cache = cache.append(k[:, 1536:], v[:, 1536:])
+    worst.append(np.abs(np.asarray(sa.decode_attention(q[:, 1536:], cache)[:, 0], np.float64) - wanted[:, 1536]).max())
+    print(f"largest error {max(worst):.1e}, of plain attention {plain:.1e}")
+    assert max(worst) <= 2 * plain

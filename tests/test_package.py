@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 PUBLIC = {
     "contiguous", "striped", "zigzag", "causal", "full", "sliding_window", "documents", "prefix", "attention",
     "attention_shard", "alibi", "relative_bias", "Partial", "merge", "plan",
+    "KVCache", "decode_attention", "prefill_attention",
 }  # fmt: skip
 
 
@@ -31,7 +32,8 @@ def run(code, **environment):
 def test_the_public_surface():
     names = set(json.loads(run("import json, striped_attention as sa; print(json.dumps(dir(sa)))")))
     modules = {"attention", "bias", "cudnn", "kernel", "kernel_cudnn", "kernel_xla", "layout", "mask", "ring"}
-    modules |= {"cost", "count", "hardware", "model", "parallel", "timeline"}  # what a plan is made of
+    modules |= {"cache", "cached_attention", "kernel_few"}
+    modules |= {"cost", "count", "hardware", "model", "parallel", "rotary", "timeline"}  # what a plan is made of
     assert {name for name in names if not name.startswith("_")} == PUBLIC | modules
 
 
@@ -49,7 +51,7 @@ print(json.dumps([sorted({m.split(".")[0] for m in set(sys.modules) - before}), 
     assert started is False
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/planning.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/planning.md", "docs/inference.md"])
 def test_examples_of_the_documentation_run_word_for_word(name):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
     assert blocks

@@ -2,7 +2,7 @@
 
 import pytest
 
-from striped_attention.schedule import transfers
+from striped_attention.schedule import traffic, transfers
 
 PROGRAM = """HloModule jit_both, is_scheduled=true, entry_computation_layout={()}
 
@@ -40,3 +40,29 @@ def test_attention_in_no_branch_hides_nothing():
 def test_a_program_without_a_schedule_is_refused():
     with pytest.raises(ValueError, match="has not been scheduled"):
         transfers(PROGRAM.replace("is_scheduled=true, ", ""))
+
+
+SENT = """HloModule jit_token, is_scheduled=true, entry_computation_layout={()}
+
+ENTRY %main (x: f32[2,8]) -> f32[2,8] {
+  %x = f32[2,8]{1,0} parameter(0)
+  %gathered = f32[8,8]{1,0} all-gather(%x), channel_id=1, dimensions={0}
+  %begun = (f32[2,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%x), channel_id=2, dimensions={0}
+  %ended = f32[8,8]{1,0} all-gather-done(%begun)
+  %summed = (bf16[4]{0}, bf16[12]{0}) all-reduce(%a, %b), channel_id=3, to_apply=%add
+  %scattered = f32[1,8]{1,0} reduce-scatter(%gathered), channel_id=4, dimensions={0}
+  %dealt = s32[4,8]{1,0} all-to-all(%c), channel_id=5, dimensions={0}
+  ROOT %sent = f32[2,8]{1,0} collective-permute(%x), channel_id=6
+}
+"""
+
+
+def test_what_a_device_sends_is_counted_by_operation():
+    assert traffic(SENT, 4) == {
+        "all-gather": 2 * 256 * 3 // 4,
+        "all-reduce": 2 * 32 * 3 // 4,
+        "reduce-scatter": 32 * 3,
+        "all-to-all": 128 * 3 // 4,
+        "collective-permute": 64,
+    }
+    assert sum(traffic(SENT, 1).values()) == 0

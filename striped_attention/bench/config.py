@@ -61,6 +61,17 @@ SUITES: dict[str, dict[str, Any]] = {
     "gpu": _RINGS,
     "overlap": _RINGS,
     "step": dict(presets=("1b",), members=(8,), lengths=(65_536, 262_144), chunk=8192),
+    "decode": dict(
+        presets=("debug",),
+        members=(1, 2, 4, 8),
+        lengths=(4096, 16_384),
+        batch=(1, 4),
+        layouts=("striped(1)",),
+        rounds=16,
+        heads=("32:8",),
+        chunk=8192,
+        platform="cpu",
+    ),
 }
 # What is other than that on a GPU.
 ON_GPU: dict[str, dict[str, Any]] = {
@@ -70,6 +81,7 @@ ON_GPU: dict[str, dict[str, Any]] = {
         masks=("causal", "window(8192)", "documents(1800)", "documents(8192)"),
         layouts=("striped(1)", "striped(1024)", "zigzag"),
     ),
+    "decode": dict(presets=("llama3-8b",), members=(1,), lengths=(131_072,), batch=(8, 1), heads=("32:8", "16:16")),
 }
 _QUICK_RING: dict[str, Any] = dict(members=(8,), lengths=(65_536,), heads=("16:16",))
 _FEW = ("striped(1)", "zigzag")
@@ -107,6 +119,17 @@ QUICK: dict[str, dict[str, Any]] = {
     "gpu": _QUICK_RING,
     "overlap": _QUICK_RING,
     "step": dict(presets=("debug",), members=(8,), lengths=(65_536,), chunk=8192),
+    "decode": dict(
+        presets=("debug",),
+        members=(1, 2),
+        lengths=(1024,),
+        batch=(1,),
+        layouts=("striped(1)",),
+        rounds=8,
+        heads=("32:8",),
+        chunk=512,
+        platform="cpu",
+    ),
 }
 OPTIONS = tuple(dict.fromkeys(name for own in SUITES.values() for name in own))
 
@@ -118,21 +141,24 @@ class BenchConfig:
     On CPUs, two cores at least, and idle ones. layouts: contiguous, striped and zigzag, two real processes on the clock
     and larger rings by their critical path. tiles: sizes of the kernel's tiles. masks: windows, packed documents,
     prefixes. positions: how exact a permuted model is. overhead: what is not attention in a layer. scale: long
-    texts and large models, measured as far as the machine goes, planned beyond. peers: other libraries.
+    texts and large models, measured as far as the machine goes, planned beyond. decode: a token with a text in the
+    cache. peers: other libraries.
 
     On one NVIDIA GPU. gpu: attention as the members of a ring would run it; the program is the real one for that many
     GPUs, only the wire is missing. overlap: which transfers of these programs are hidden behind attention; nothing is
     run. step: whole training steps as the members of a ring would run them. masks and tiles, with --platform gpu: the
-    kernel xla, which does what cudnn cannot.
+    kernel xla, which does what cudnn cannot. decode, with --platform gpu: reading prompts and writing on.
     """
 
     suite: tyro.conf.Positional[
-        Literal["layouts", "tiles", "masks", "positions", "overhead", "scale", "peers", "gpu", "overlap", "step"]
+        Literal[
+            "layouts", "tiles", "masks", "positions", "overhead", "scale", "decode", "peers", "gpu", "overlap", "step"
+        ]
     ]
     """What to measure."""
     members: Numbers = None
     """Sizes of the rings. Default: 2 4 8 16; 4 8 16 for layouts (besides the two on the clock), 8 for tiles, masks,
-    overhead and step, 4 for positions, up to 4096 for scale."""
+    overhead and step, 4 for positions, 1 2 4 8 for decode, up to 4096 for scale."""
     lengths: Numbers = None
     """Tokens of the whole text. Default: up to 16384 on CPUs, 65536 for positions, 16777216 for scale; on GPUs 65536
     262144 524288 786432 1048576, for step 65536 262144."""
@@ -145,8 +171,10 @@ class BenchConfig:
     """masks and tiles: like causal, window(1024), prefix(2048), documents(256) with lengths that are log-normal around
     256, or documents(256, 0) all of 256. Default: some of each; for tiles causal."""
     platform: Annotated[Literal["cpu", "gpu"] | None, tyro.conf.arg(help_behavior_hint="")] = None
-    """masks and tiles: what runs the kernel xla; a GPU is given more heads, in bfloat16, and longer texts. Default:
-    cpu."""
+    """masks and tiles: what runs the kernel xla; decode: what runs the model. A GPU is given more heads, in bfloat16,
+    and longer texts. Default: cpu."""
+    batch: Numbers = None
+    """decode: texts at a time. Default: 1 4; on a GPU 8 1."""
     positions: Texts = None
     """positions: how a model is told them. Default: rotary absolute alibi t5."""
     measured: Numbers = None
@@ -158,12 +186,13 @@ class BenchConfig:
     peers: Texts = None
     """peers: whom to compare with. Default: ringattention plain-jax ring-attention-pytorch torch-sdpa."""
     heads: Texts = None
-    """gpu and overlap: query heads : key heads, of 128 each. Default: 16:16 32:8."""
+    """gpu, overlap, decode: query heads : key heads, of 128 each. Default: 16:16 32:8."""
     presets: Presets = None
-    """step, overhead and scale: shapes of the model, as in `striped train`. Default: 1b; for scale all but debug."""
+    """step, overhead, scale and decode: shapes of the model, as in `striped train`. Default: 1b; for scale all but
+    debug; for decode debug, on a GPU llama3-8b."""
     chunk: Whole = None
-    """step: tokens that the feed-forward layers and the loss take at a time. Default: 8192, for GPUs like large
-    matrices."""
+    """step: tokens that the feed-forward layers and the loss take at a time; decode: of a prompt, that are read at a
+    time. Default: 8192, for GPUs like large matrices."""
     output: Path = None
     """Where the JSON goes. Default: a file named after the suite."""
     quick: bool = False
@@ -186,18 +215,18 @@ class BenchConfig:
                 raise UsageError(f"--{name} is an option of {suites}, not of {self.suite}. Leave it out.")
             if given == ():
                 raise UsageError(f"--{name} needs at least one value.")
-        _check_sizes(self.options)
+        _check_sizes(self.options, least=1 if self.suite == "decode" else 2)
         _check_names(self.options)
 
 
-def _check_sizes(options: dict[str, Any]) -> None:
+def _check_sizes(options: dict[str, Any], least: int) -> None:
     for members in options.get("members", ()):
-        if members < 2 or any(length < 1 or length % (2 * members) for length in options["lengths"]):
+        if members < least or any(length < 1 or length % (2 * members) for length in options["lengths"]):
             raise UsageError(
-                f"--members must be at least 2 and --lengths multiples of twice that; got {members} members and "
+                f"--members must be at least {least} and --lengths multiples of twice that; got {members} members and "
                 f"lengths {', '.join(map(str, options['lengths']))}."
             )
-    for name in ("chunk", "rounds", "tiles"):
+    for name in ("chunk", "rounds", "tiles", "batch"):
         given = options.get(name, ())
         for size in given if isinstance(given, tuple) else (given,):
             if size < 1:

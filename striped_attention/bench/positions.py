@@ -30,8 +30,8 @@ from striped_attention.bench.workers import Team
 from striped_attention.bias import alibi, relative_bias
 from striped_attention.layout import Layout
 from striped_attention.mask import causal
-from striped_attention.model import rotary
 from striped_attention.oracle import dense_attention
+from striped_attention.rotary import rotary
 
 HEADS, DIM, THETA, BUCKETS = 2, 32, 10_000.0, 32
 WIDTH = HEADS * DIM

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-from striped_attention.report import balance, limits, overhead, speed, sweep
+from striped_attention.report import balance, inference, limits, overhead, speed, sweep
 from striped_attention.report.read import Document
 from striped_attention.report.section import Section
 
@@ -27,6 +27,7 @@ _CONTENTS: tuple[tuple[str, Maker, str], ...] = (
         functools.partial(sweep.masks, platform="gpu"),
         "striped bench masks --platform gpu",
     ),
+    ("what a token sends", inference.traffic, "striped bench decode"),
     ("memory per device", limits.memory, "python benchmarks/train_memory.py"),
     ("accuracy", limits.accuracy, "striped bench positions"),
     ("other libraries", limits.peers, "striped bench peers"),

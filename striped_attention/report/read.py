@@ -32,6 +32,7 @@ KNOWN: dict[str, dict[str, tuple[str, ...]]] = {
     "tiles": {"rows": ("platform", "mask", "tile", "length", "devices", "layout", "both", "over_contiguous", "bound")},
     "masks": {"rows": ("platform", "mask", "devices", "length", "layout", "over_contiguous", "bound")},
     "overhead": {"rows": ("length", "what", "seconds", "times")},
+    "decode": {"rows": ("what", "batch", "cached", "seconds")},
     "scale": {"rows": ("preset", "length", "devices", "hardware", "layout", "tokens_per_second", "measured")},
     "positions": {"rows": ("positions", "length", "layout", "devices", "error")},
 }

@@ -20,6 +20,7 @@ import orbax.checkpoint as ocp
 from jax import lax
 
 from striped_attention._version import __version__
+from striped_attention.model import ModelConfig
 from striped_attention.training.errors import UsageError
 from striped_attention.training.step import State
 
@@ -94,7 +95,7 @@ class Checkpoints:
         step, self._saving = self._saving, None
         kept = "No checkpoint was finished before" if self.saved is None else f"That of step {self.saved} is whole"
         return UsageError(
-            f"The checkpoint of step {step} could not be written to {self.folder}: {_first_line(error)}. {kept}. Make "
+            f"The checkpoint of step {step} could not be written to {self.folder}: {first_line(error)}. {kept}. Make "
             f"room or choose another --checkpoint-dir, and go on with --resume."
         )
 
@@ -144,7 +145,7 @@ class Checkpoints:
         others = [other for other in self._manager.all_steps() if other != step]
         advice = f"Move it away to go on from step {max(others)}." if others else "There is no other one here."
         return UsageError(
-            f"The checkpoint {self.folder / str(step)} cannot be read, it is damaged or foreign: {_first_line(error)}. "
+            f"The checkpoint {self.folder / str(step)} cannot be read, it is damaged or foreign: {first_line(error)}. "
             f"It was left as it is. {advice}"
         )
 
@@ -167,8 +168,9 @@ class Checkpoints:
         self._manager.close()
 
 
-def checksums(state: State) -> dict[str, int]:
-    """A number for every array of a state that changes when a bit or the order changes, the same on every mesh."""
+def checksums(state: Any) -> dict[str, int]:
+    """A number for every array of a state, or of a part of it. It changes when a bit or the order of an array changes,
+    and is the same on every mesh."""
     named, _ = jax.tree_util.tree_flatten_with_path(state)
     numbers = jax.device_get(_checksums([x for _, x in named]))
     return {jax.tree_util.keystr(path): int(n) for (path, _), n in zip(named, numbers, strict=True)}
@@ -187,10 +189,9 @@ def _checksums(arrays: list[jax.Array]) -> list[jax.Array]:
 
 def _check_same_run(place: Place, wanted: Place, folder: pathlib.Path) -> None:
     """Raise unless a run with these options can go on from a checkpoint."""
-    if place.model != wanted.model:
-        other = [
-            f"{k} {place.model.get(k)} there, {v} here" for k, v in wanted.model.items() if place.model.get(k) != v
-        ]
+    there = dataclasses.asdict(ModelConfig.from_json(place.model))
+    if there != wanted.model:
+        other = [f"{k} {there[k]} there, {v} here" for k, v in wanted.model.items() if there[k] != v]
         raise UsageError(
             f"The checkpoint in {folder} is of another model: {', '.join(other)}. Give it the same options."
         )
@@ -211,6 +212,7 @@ def write_whole(path: pathlib.Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, for the middle of a line."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300].rstrip(".")

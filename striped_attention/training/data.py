@@ -26,6 +26,7 @@ import numpy as np
 
 from striped_attention.training.errors import UsageError
 
+ENDS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[SEP]")
 TOKENS = (".npy", ".bin")
 BYTES = 256  # values of a byte; the token that ends a document comes after them
 LOOKS, LOOK = 64, 2**20  # places where tokens are checked before a run starts, and how many at each
@@ -217,6 +218,23 @@ def _encode_bytes(path: pathlib.Path) -> np.ndarray:
 
 def _tokenizer(path: pathlib.Path) -> tuple[Any, int, int]:
     """How a Hugging Face tokenizer.json turns a file into tokens, its end-of-text token, and its vocabulary."""
+    tokenizer = open_tokenizer(path)
+    end = end_token(tokenizer)
+    if end is None:
+        raise UsageError(f"{path} has none of the tokens that end a text: {', '.join(ENDS)}. Add one of them.")
+
+    def encode(file: pathlib.Path) -> np.ndarray:
+        try:
+            text = _read(file).decode()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{file} is not UTF-8 text ({error}). Convert it, or keep it out of --data.") from error
+        return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+
+    return encode, end, tokens_of(tokenizer)
+
+
+def open_tokenizer(path: pathlib.Path) -> Any:
+    """The tokenizer of a Hugging Face tokenizer.json."""
     try:
         import tokenizers
     except ImportError as error:
@@ -227,18 +245,16 @@ def _tokenizer(path: pathlib.Path) -> tuple[Any, int, int]:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise UsageError(f"{path} is not a Hugging Face tokenizer.json: {error}.") from error
-    tokenizer.no_truncation()  # what suits short texts does not suit a corpus
+    tokenizer.no_truncation()  # what suits short texts does not suit long ones
     tokenizer.no_padding()
-    names = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[SEP]")
-    end = next((token for token in map(tokenizer.token_to_id, names) if token is not None), None)
-    if end is None:
-        raise UsageError(f"{path} has none of the tokens that end a text: {', '.join(names)}. Add one of them.")
+    return tokenizer
 
-    def encode(file: pathlib.Path) -> np.ndarray:
-        try:
-            text = _read(file).decode()
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{file} is not UTF-8 text ({error}). Convert it, or keep it out of --data.") from error
-        return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
-    return encode, end, max(tokenizer.get_vocab().values()) + 1
+def end_token(tokenizer: Any) -> int | None:
+    """The token that ends a text, by its name."""
+    return next((token for token in map(tokenizer.token_to_id, ENDS) if token is not None), None)
+
+
+def tokens_of(tokenizer: Any) -> int:
+    """The vocabulary that a tokenizer needs."""
+    return max(tokenizer.get_vocab().values()) + 1

@@ -17,18 +17,33 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from striped_attention.training.config import TrainConfig
 from striped_attention.training.errors import UsageError
 
 HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead
 GRACE = 10  # seconds that a process has to leave by itself after another one died
 
 
-def connect(config: TrainConfig) -> None:
+@runtime_checkable
+class Processes(Protocol):
+    """The options of a command that runs in one process or many."""
+
+    @property
+    def cpu_devices(self) -> int | None: ...
+    @property
+    def local_processes(self) -> int | None: ...
+    @property
+    def coordinator(self) -> str | None: ...
+    @property
+    def num_processes(self) -> int | None: ...
+    @property
+    def process_id(self) -> int | None: ...
+
+
+def connect(config: Processes) -> None:
     """Make JAX ready: virtual devices if wanted, and the other processes. Before any device is used."""
     if config.cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
@@ -70,8 +85,8 @@ def _on_cloud_tpu() -> bool:
     return any(pathlib.Path("/dev").glob("accel*")) or any(pathlib.Path("/dev/vfio").glob("[0-9]*"))
 
 
-def start_local(config: TrainConfig, run: Callable[[TrainConfig], int]) -> int:
-    """Run the same training in several processes of this machine; the exit code of the first that failed, or 0."""
+def start_local(config: Any, run: Callable[[Any], int]) -> int:
+    """Run the same command in several processes of this machine; the exit code of the first that failed, or 0."""
     count = config.local_processes or 1
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -124,7 +139,7 @@ def _end(dead: Any, others: list[Any]) -> None:
             process.join()
 
 
-def _child(config: TrainConfig, cores: set[int], run: Callable[[TrainConfig], int]) -> None:
+def _child(config: Any, cores: set[int], run: Callable[[Any], int]) -> None:
     os.setsid()  # Ctrl-C reaches the parent alone, which passes it on as one signal
     threading.Thread(target=_follow_parent, daemon=True).start()
     if cores:

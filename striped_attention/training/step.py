@@ -54,10 +54,10 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 
 
 def make_optimiser(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW on clipped gradients; weight decay for matrices, not for norms."""
+    """AdamW on clipped gradients; weight decay for matrices, not for norms and biases."""
 
     def matrices(weights: Any) -> Any:
-        return jax.tree_util.tree_map_with_path(lambda path, _: not path[-1].key.endswith("norm"), weights)
+        return jax.tree_util.tree_map_with_path(lambda path, _: not path[-1].key.endswith(("norm", "bias")), weights)
 
     adamw = optax.adamw(learning_rate(config), b1=0.9, b2=0.95, weight_decay=config.weight_decay, mask=matrices)
     return optax.chain(optax.clip_by_global_norm(config.clip), adamw)

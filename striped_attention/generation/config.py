@@ -1,0 +1,157 @@
+"""Config: every option of `striped generate`, `striped import` and `striped export`, once."""
+
+import dataclasses
+import math
+import pathlib
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import tyro
+
+import striped_attention as sa
+from striped_attention.attention import KERNELS
+from striped_attention.generation.sample import Sampling
+from striped_attention.kernel_xla import default_tile
+from striped_attention.layout import Layout
+from striped_attention.model import ModelConfig
+from striped_attention.training.config import Path, Text, Whole
+from striped_attention.training.errors import UsageError
+
+Folder = Annotated[pathlib.Path, tyro.conf.arg(metavar="PATH")]
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateConfig:
+    """Let a model write on. Prompts may be longer than one device can hold: the cache is dealt to all devices.
+
+    The text of one prompt is shown as it comes; of several, one line of JSON each is written when they are done.
+    """
+
+    model: Folder
+    """Folder of a run of `striped train`, of what `striped import` wrote, or of a Hugging Face model (Llama, Mistral,
+    Qwen: config.json, safetensors, tokenizer.json)."""
+    prompt: Text = None
+    """Text to go on from. Default: what comes through standard input."""
+    prompts: Path = None
+    """A file of prompts: one a line, or in a .jsonl lines like {"prompt": "Once upon"}."""
+    output: Path = None
+    """Where lines of JSON go, one a prompt. Default: of --prompts to standard output."""
+    max_tokens: int = 256
+    """Tokens to write, at most."""
+    temperature: float = 0.0
+    """0 takes the likeliest token every time; 1 draws by the model's probabilities; more is more daring."""
+    top_k: Whole = None
+    """Draw from this many of the likeliest tokens. Default: from all."""
+    top_p: float = 1.0
+    """Draw from the fewest tokens whose probabilities add up to this."""
+    seed: int = 0
+    """Of what is drawn. The same seed gives the same text, whatever the batch."""
+    batch: int = 8
+    """Prompts at a time."""
+    capacity: Whole = None
+    """Tokens a text may have, prompt included: what the cache is made for. Default: as the prompts need."""
+    chunk: int = 8192
+    """Tokens of a prompt that are read at a time; less needs less memory."""
+    tokenizer: Path = None
+    """A Hugging Face tokenizer.json. Default: the model's own; bytes if it was trained on bytes."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of weights, cache and arithmetic."""
+    layout: Literal["striped", "contiguous", "zigzag"] = "striped"
+    """How tokens, and so the cache, are dealt to the devices. striped is balanced at every length."""
+    stripe: Whole = None
+    """Tokens of a stripe. Default: 1 with the kernel cudnn, else a tile, or less where a device has few tokens."""
+    kernel: str = "auto"
+    """Attention kernel that prompts are read with: xla, or cudnn (NVIDIA GPUs); auto takes the faster one."""
+
+    cpu_devices: Whole = None
+    """Run on this many virtual CPU devices (of each process)."""
+    local_processes: Whole = None
+    """Start this many processes on this machine, connected like a cluster; each gets cores of its own."""
+    coordinator: Text = None
+    """Address host:port of process 0, where JAX does not find the others by itself."""
+    num_processes: Whole = None
+    """How many processes there are in all."""
+    process_id: Whole = None
+    """Which of them this one is, from 0."""
+
+    def __post_init__(self) -> None:
+        at_least = {"max_tokens": 1, "batch": 1, "chunk": 1, "temperature": 0, "seed": 0}
+        at_least |= dict.fromkeys(("top_k", "capacity", "stripe", "cpu_devices", "local_processes", "num_processes"), 1)
+        for name, least in at_least.items():
+            value = getattr(self, name)
+            if value is not None and not (value >= least and math.isfinite(value)):
+                raise UsageError(f"--{name.replace('_', '-')} must be at least {least}; got {value}.")
+        if not 0 < self.top_p <= 1:
+            raise UsageError(f"--top-p must be above 0 and at most 1; got {self.top_p}.")
+        if self.seed >= 2**32:
+            raise UsageError(f"--seed must be less than {2**32}; got {self.seed}.")
+        if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
+            raise UsageError("--top-k and --top-p are for drawing: give a --temperature above 0 too, like 1.")
+        if self.prompt is not None and self.prompts is not None:
+            raise UsageError("--prompt and --prompts exclude each other: leave one of them out.")
+        if self.kernel not in ("auto", *KERNELS):
+            raise UsageError(f"--kernel must be one of {['auto', *KERNELS]}; got {self.kernel!r}.")
+        if self.stripe is not None and self.layout != "striped":
+            raise UsageError(f"--stripe is for --layout striped; got --layout {self.layout}. Leave one of them out.")
+        cluster = (self.coordinator, self.num_processes, self.process_id)
+        if any(x is not None for x in cluster) and None in cluster:
+            raise UsageError("--coordinator, --num-processes and --process-id go together: give all three or none.")
+        if self.local_processes is not None and self.coordinator is not None:
+            raise UsageError("--local-processes starts a cluster of its own: leave out --coordinator and the like.")
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+
+    def make_layout(self, model: ModelConfig, devices: int, capacity: int, platform: str) -> Layout:
+        """The layout of prompts and cache."""
+        if self.layout != "striped":
+            return sa.contiguous() if self.layout == "contiguous" else sa.zigzag()
+        if self.stripe is not None:
+            return sa.striped(self.stripe)
+        if self.kernel == "cudnn" or (self.kernel == "auto" and not self._refusal(model, devices, platform)):
+            return sa.striped(1)
+        quarter = max(1, min(capacity, self.chunk) // devices // 4)  # a few stripes a device, so that they are balanced
+        return sa.striped(min(default_tile(platform)[0], 2 ** (quarter.bit_length() - 1)))
+
+    def check_kernel(self, model: ModelConfig, layout: Layout, devices: int, platform: str) -> None:
+        """Raise if the kernel that was asked for cannot read prompts."""
+        if self.kernel != "auto" and (reason := self._refusal(model, devices, platform, self.kernel, layout)):
+            raise UsageError(f"--kernel {self.kernel} cannot do this: {reason}")
+
+    def _refusal(
+        self, model: ModelConfig, devices: int, platform: str, kernel: str = "cudnn", layout: Layout | None = None
+    ) -> str | None:
+        """What a kernel says that it cannot do of this; None if it can."""
+        query, key = (
+            jax.ShapeDtypeStruct((1, 1024, heads, model.head_dim), jnp.dtype(self.dtype))
+            for heads in (model.heads, model.kv_heads)
+        )
+        mask = sa.causal() if model.window is None else sa.sliding_window(model.window)
+        what: dict[str, Any] = dict(softcap=None, bias=None, mask=mask, layout=layout or sa.striped(1), tile=None)
+        return KERNELS[kernel].unsupported(query, key, devices=devices, padded=False, platform=platform, **what)
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportConfig:
+    """Turn a Hugging Face model (Llama, Mistral, Qwen; safetensors) into a checkpoint of ours."""
+
+    model: Folder
+    """The model's folder: config.json, safetensors, and tokenizer.json if it has one."""
+    output: Folder
+    """A new folder for the checkpoint."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportConfig:
+    """Turn a checkpoint of `striped train` or `striped import` into a Hugging Face model."""
+
+    model: Folder
+    """The run's folder; its newest checkpoint is taken."""
+    output: Folder
+    """A new folder for config.json, safetensors and tokenizer.json."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Of the weights in the files."""
+    tokenizer: Path = None
+    """A tokenizer.json to put beside them. Default: the run's own, if it has one."""

@@ -1,0 +1,149 @@
+"""Reading: the weights of a Hugging Face folder, one at a time, once all of them were found to be right."""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from striped_attention.huggingface.config import read_json
+from striped_attention.huggingface.weight import CODES, OUTSIDE, Named, Weight, weights
+from striped_attention.model import ModelConfig
+from striped_attention.training.errors import UsageError
+
+EMBEDDING, HEAD = (f"{OUTSIDE[name]}.weight" for name in ("embedding", "unembedding"))
+SAME = "Are both of the same model?"
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What a file says of a weight."""
+
+    path: pathlib.Path
+    key: str
+    code: str
+    shape: tuple[int, ...]
+
+
+def tensors(folder: pathlib.Path, config: ModelConfig) -> Iterator[Named]:
+    """Name, layer and array of every weight, in our shape and the file's dtype; all layers of one name, then the next.
+
+    The files are checked in this call, before the first weight is asked for. Arrays may be transposed views.
+    """
+    wanted, found = weights(config), _found(folder)
+    head = found.pop(HEAD, None) if config.tied else None
+    if head is not None:
+        found.setdefault(EMBEDDING, head)  # the one matrix of a tied model may be kept under either name, or both
+    for weight in wanted:
+        _check(folder, weight, found.get(weight.key))
+    extra = found.keys() - {weight.key for weight in wanted}
+    extra = {key for key in extra if not key.endswith("rotary_emb.inv_freq")}  # old files keep what can be computed
+    if extra:
+        raise UsageError(
+            f"{found[min(extra)].path} holds the weight {_first(extra)}, which the model of config.json does not have. "
+            f"{SAME}"
+        )
+    if head is not None and head != found[EMBEDDING]:
+        _check_same(folder, found[EMBEDDING], head)
+    return _read([(weight, found[weight.key]) for weight in wanted])
+
+
+def _read(places: list[tuple[Weight, Header]]) -> Iterator[Named]:
+    with contextlib.ExitStack() as stack:
+        files = {path: stack.enter_context(_open(path)) for path in {header.path for _, header in places}}
+        for weight, header in places:
+            yield weight.name, weight.layer, weight.ours(files[header.path].get_tensor(header.key))
+
+
+def _open(path: pathlib.Path) -> Any:
+    try:
+        return safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise UsageError(f"{path} is cut short or damaged ({error}). Download it again.") from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error}.") from error
+
+
+def _found(folder: pathlib.Path) -> dict[str, Header]:
+    """Every weight that the files of a folder hold."""
+    found = {}
+    for path in _files(folder):
+        with _open(path) as file:
+            for key in file.keys():  # noqa: SIM118  it is no dictionary
+                part = file.get_slice(key)
+                found[key] = Header(path, key, part.get_dtype(), tuple(part.get_shape()))
+    return found
+
+
+def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files that hold a model's weights."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():
+        return [single]
+    if not index.exists():
+        _refuse_pickles(folder)
+        raise UsageError(
+            f"{folder} holds no weights: neither {single.name} nor {index.name}. Download the whole model."
+        )
+    places = read_json(index).get("weight_map")
+    if not isinstance(places, dict) or not places or not all(isinstance(name, str) for name in places.values()):
+        raise UsageError(f"{index} must give a file for every weight, as weight_map. Download the model again.")
+    names = sorted(set(places.values()))
+    strange = [name for name in names if pathlib.Path(name).name != name or not name.endswith(".safetensors")]
+    if strange:
+        raise UsageError(f"{index} must name .safetensors files of its own folder; got {_first(strange)}.")
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing:
+        raise UsageError(f"{folder} lacks {_first(missing)}, which {index.name} names. Download the model again.")
+    return [folder / name for name in names]
+
+
+def _refuse_pickles(folder: pathlib.Path) -> None:
+    pickles = [path.name for end in ("bin", "pt", "pth", "ckpt") for path in folder.glob(f"*.{end}")]
+    if pickles:
+        raise UsageError(
+            f"{folder} holds its weights as a pickle ({_first(pickles)}), which can run any code and is never opened. "
+            f"If you trust it, load it with transformers and save it again with "
+            f"model.save_pretrained(FOLDER, safe_serialization=True)."
+        )
+
+
+def _check(folder: pathlib.Path, weight: Weight, header: Header | None) -> None:
+    """Raise for a weight that is not what the model calls for."""
+    if header is None:
+        raise UsageError(
+            f"{folder} lacks the weight {weight.key} of shape {list(weight.stored)}, which the model of config.json "
+            f"has. {SAME}"
+        )
+    where = f"{header.path} holds the weight {header.key}"
+    if header.shape != weight.stored:
+        raise UsageError(
+            f"{where} in the shape {list(header.shape)}, but the model of config.json has it in {list(weight.stored)}. "
+            f"{SAME}"
+        )
+    if header.code not in CODES.values():
+        raise UsageError(f"{where} as {header.code}. Take the model in one of {', '.join(CODES.values())}.")
+
+
+def _check_same(folder: pathlib.Path, embedding: Header, head: Header) -> None:
+    """Raise unless the one matrix of a tied model, which is there twice, is the same both times."""
+    same = (head.code, head.shape) == (embedding.code, embedding.shape)
+    with _open(embedding.path) as one, _open(head.path) as other:
+        a, b = one.get_slice(embedding.key), other.get_slice(head.key)
+        rows = embedding.shape[0]
+        parts = [(start, min(start + 4096, rows)) for start in range(0, rows, 4096)]
+        same = same and all(np.array_equal(a[start:end], b[start:end]) for start, end in parts)
+    if not same:
+        raise UsageError(
+            f"{folder} holds {EMBEDDING} and {HEAD}, which differ, but config.json says that they are one "
+            f"(tie_word_embeddings). If both are meant, set it to false there."
+        )
+
+
+def _first(names: Any) -> str:
+    first, *others = sorted(names)
+    return f"{first} and {len(others)} more" if others else first

@@ -1,0 +1,140 @@
+"""Writing: a model as a Hugging Face folder, which transformers and its relatives read. All of it or nothing.
+
+A safetensors file is eight bytes that hold the header's length, the header (JSON: dtype, shape and place of every
+weight), and the numbers. All places are known beforehand, so weights are written one at a time, in whatever order they
+come.
+"""
+
+import contextlib
+import json
+import math
+import os
+import pathlib
+import shutil
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from striped_attention.huggingface.config import config_json
+from striped_attention.huggingface.weight import CODES, Named, Weight, weights
+from striped_attention.model import ModelConfig
+from striped_attention.training.errors import UsageError
+
+DTYPES = {"float32": np.dtype("f4"), "float16": np.dtype("f2"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # what belongs to a tokenizer.json
+
+Place = tuple[Weight, pathlib.Path, int]  # a weight, its file, and at which byte of it the numbers begin
+
+
+def write(
+    folder: pathlib.Path,
+    config: ModelConfig,
+    named: Iterable[Named],
+    dtype: str,
+    tokenizer: pathlib.Path | None = None,
+    *,
+    length: int,
+    ids: Mapping[str, int | list[int]] | None = None,
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write a model into a folder that is new or empty.
+
+    `named` is what `tensors` gives, in any order and any float dtype. `length` is that of the longest texts the model
+    is for. `ids` may say bos_token_id, eos_token_id and pad_token_id. A file has at most `shard_bytes`, or one weight.
+    """
+    if dtype not in CODES:
+        raise UsageError(f"Models can be written in {', '.join(CODES)}; got {dtype!r}.")
+    if tokenizer is not None and not tokenizer.is_file():
+        raise UsageError(f"The tokenizer {tokenizer} is not a file. Give a Hugging Face tokenizer.json.")
+    said = config_json(config, dtype, length, ids or {})
+    size = config.parameters * DTYPES[dtype].itemsize
+    with _whole(folder, size) as temporary:
+        shards = _shards(config, dtype, shard_bytes)
+        places = {(p[0].name, p[0].layer): p for name in shards for p in _begin(temporary / name, shards[name], dtype)}
+        for name, layer, array in named:
+            if (name, layer) not in places:
+                raise ValueError(f"{name} of layer {layer} came twice, or does not belong to the model.")
+            _put(places.pop((name, layer)), array, dtype)
+        if places:
+            raise ValueError(f"{len(places)} weights of the model did not come, among them {min(map(str, places))}.")
+        if len(shards) > 1:
+            files = {weight.key: name for name, shard in shards.items() for weight in shard}
+            index = {"metadata": {"total_size": size}, "weight_map": files}
+            (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        (temporary / "config.json").write_text(json.dumps(said, indent=2) + "\n")
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, temporary / "tokenizer.json")
+            for path in filter(pathlib.Path.is_file, map(tokenizer.with_name, BESIDE)):
+                shutil.copyfile(path, temporary / path.name)
+
+
+@contextlib.contextmanager
+def _whole(folder: pathlib.Path, size: int) -> Iterator[pathlib.Path]:
+    """A folder to write `size` bytes into. It becomes `folder` when all went well, and is gone when not."""
+    target = pathlib.Path(os.path.realpath(folder))
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    try:
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise UsageError(f"{folder} is there already, and not empty. Choose a folder that is new or empty.")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(target.parent).free
+        if free < size:
+            raise OSError(f"it needs {size / 1e6:,.1f} MB and the disk has {free / 1e6:,.1f} MB left")
+        temporary.mkdir()
+        yield temporary
+        temporary.replace(target)
+    except OSError as error:
+        raise UsageError(
+            f"The model could not be written to {folder}: {error.strerror or error}. Nothing of it was kept. Make room "
+            f"or choose another folder."
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _shards(config: ModelConfig, dtype: str, most: int) -> dict[str, list[Weight]]:
+    """Which weights go into which file, layer by layer."""
+    outside = {"embedding": -1, "norm": config.layers, "unembedding": config.layers}
+    shards: list[list[Weight]] = [[]]
+    for weight in sorted(weights(config), key=lambda w: outside[w.name] if w.layer is None else w.layer):
+        if shards[-1] and _bytes([*shards[-1], weight], dtype) > most:
+            shards.append([])
+        shards[-1].append(weight)
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, start=1)}
+
+
+def _bytes(shard: list[Weight], dtype: str) -> int:
+    return sum(math.prod(weight.shape) for weight in shard) * DTYPES[dtype].itemsize
+
+
+def _begin(path: pathlib.Path, shard: list[Weight], dtype: str) -> list[Place]:
+    """Write the header of a file, and say where every weight shall lie."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    starts = [0]
+    for weight in shard:
+        starts.append(starts[-1] + _bytes([weight], dtype))
+        header[weight.key] = {"dtype": CODES[dtype], "shape": weight.stored, "data_offsets": starts[-2:]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    return [(weight, path, 8 + len(text) + start) for weight, start in zip(shard, starts, strict=False)]
+
+
+def _put(place: Place, array: np.ndarray, dtype: str) -> None:
+    """Write one weight where it belongs."""
+    weight, path, start = place
+    array = np.asarray(array)
+    if array.shape != weight.shape:
+        raise ValueError(f"{weight.name} must have the shape {weight.shape}; got {array.shape}.")
+    with np.errstate(over="ignore"):
+        stored = np.ascontiguousarray(weight.theirs(array)).astype(DTYPES[dtype], copy=False)
+    if dtype == "float16" and np.isinf(stored).any():
+        raise UsageError(f"{weight.key} holds numbers beyond 65504, which float16 cannot. Choose bfloat16 or float32.")
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(stored.view(np.uint8).data)

@@ -1,0 +1,524 @@
+"""Generation: an engine that reads and writes gives what the whole model gives on the whole text, on any devices."""
+
+import functools
+import json
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+import striped_attention as sa
+from striped_attention import cli
+from striped_attention.generation import text
+from striped_attention.generation.engine import NOBODY, Engine, Options, layer_specs
+from striped_attention.generation.sample import Sampling, choose
+from striped_attention.model import ModelConfig, after, before, init, logits, split_layer
+from striped_attention.oracle import dense_attention
+from striped_attention.parallel import AXES
+from striped_attention.schedule import traffic
+from striped_attention.training.errors import UsageError
+
+SMALL = ModelConfig(layers=2, dim=32, ffn=48, heads=4, kv_heads=2, vocabulary=64)
+WINDOW = ModelConfig(
+    layers=2, dim=32, ffn=48, heads=4, kv_heads=2, vocabulary=64, window=5, biases=True, head_norms=True, head_width=16
+)
+TEXT = np.random.default_rng(0).integers(0, 64, (3, 40)).astype(np.int32)
+
+
+@functools.cache
+def weights_of(config):
+    """Random ones, large enough for scores that differ."""
+    larger = lambda path, x: x if path[-1].key.endswith("norm") else 5 * x  # noqa: E731
+    stacked = jax.tree_util.tree_map_with_path(larger, init(config, jax.random.key(0)))
+    layers = [{name: x[i] for name, x in stacked["layers"].items()} for i in range(config.layers)]
+    return {**stacked, "layers": layers}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def dense_scores(config, weights, tokens):
+    """Of the plain model, dense attention and all, at every position."""
+    length = tokens.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    i, j = np.mgrid[:length, :length]
+    seen = (j <= i) & (i - j < (config.window or length))
+    x = weights["embedding"][tokens]
+    for layer in weights["layers"]:
+        first, second = split_layer(layer)
+        q, k, v = before(config, first, x, positions)
+        x = after(config, second, (x, dense_attention(q, k, v, seen[None])), ())
+    return logits(config, {name: weights[name] for name in config.last}, x)
+
+
+@functools.cache
+def truth(config):
+    return np.asarray(dense_scores(config, weights_of(config), jnp.asarray(TEXT)))
+
+
+def engine_of(config, devices, layout, batch=3, capacity=48, chunk=8, weights=None):
+    mesh = jax.make_mesh(
+        (1, devices), AXES.everything, (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:devices]
+    )
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    weights = jax.tree.map(place, weights or weights_of(config), layer_specs(config, mesh))
+    return Engine(config, weights, mesh, Options(layout, batch, capacity, chunk=chunk, dtype=jnp.dtype("float32")))
+
+
+def assert_scores(engine, config, lengths):
+    """Those after the last token of every text are those of the whole model there."""
+    wanted = np.stack([truth(config)[row, length - 1] for row, length in enumerate(lengths)])
+    assert np.abs(np.asarray(engine.scores) - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("config", [SMALL, WINDOW], ids=["full", "window"])
+@pytest.mark.parametrize(
+    ("devices", "layout"),
+    [
+        *((1, sa.contiguous()), (2, sa.striped()), (3, sa.striped(2)), (4, sa.zigzag())),
+        *((8, sa.striped()), (8, sa.contiguous()), (8, sa.striped(3))),
+    ],
+    ids=str,
+)
+def test_reading_and_writing_is_the_whole_model(config, devices, layout):
+    """Ragged prompts longer than a chunk, then tokens one by one, one text ending early, then a further piece."""
+    engine = engine_of(config, devices, layout)
+    lengths = np.array([13, 1, 7])
+    engine.read([TEXT[row, :n] for row, n in enumerate(lengths)])
+    assert_scores(engine, config, lengths)
+    for step in range(5):
+        active = np.array([True, True, step < 3])
+        engine.append([TEXT[row, n] for row, n in enumerate(lengths)], active)
+        lengths += active
+        assert_scores(engine, config, lengths)
+    engine.read([TEXT[row, n : n + more] for (row, n), more in zip(enumerate(lengths), (6, 0, 2), strict=True)])
+    lengths += [6, 0, 2]
+    assert_scores(engine, config, lengths)
+    assert engine.lengths.tolist() == lengths.tolist() == engine.caches[0].lengths.tolist()
+
+
+def greedy(engine, prompts, steps, stop=()):
+    engine.read(prompts)
+    return np.stack(list(engine.write(steps, Sampling(), stop)), axis=1)
+
+
+def test_greedy_text_is_the_same_everywhere_and_of_the_whole_model():
+    prompts = [TEXT[0, :9], TEXT[1, :2], TEXT[2, :5]]
+    wanted = []
+    for prompt in prompts:
+        text = np.zeros((1, 20), np.int32)  # what comes later changes nothing
+        text[0, : len(prompt)] = prompt
+        for at in range(len(prompt), len(prompt) + 10):
+            text[0, at] = dense_scores(SMALL, weights_of(SMALL), text)[0, at - 1].argmax()
+        wanted.append(text[0, len(prompt) : len(prompt) + 10].tolist())
+    for devices, layout in [(1, sa.striped()), (2, sa.zigzag()), (4, sa.striped(4)), (8, sa.contiguous())]:
+        assert greedy(engine_of(SMALL, devices, layout), prompts, 10).tolist() == wanted, (devices, layout)
+
+
+def test_a_text_goes_on_in_turns():
+    """What was written stays in the text, and a further prompt follows it."""
+    engine, other = (engine_of(SMALL, 4, sa.striped(2)) for _ in range(2))
+    first = greedy(engine, [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]], 4)
+    assert engine.lengths.tolist() == [9, 7, 12]
+    second = greedy(engine, [TEXT[0, 20:26], TEXT[1, 20:21], TEXT[2, 20:22]], 5)
+    whole = [[*TEXT[0, :5], *first[0], *TEXT[0, 20:26]], [*TEXT[1, :3], *first[1], TEXT[1, 20]]]
+    whole.append([*TEXT[2, :8], *first[2], *TEXT[2, 20:22]])
+    assert greedy(other, whole, 5).tolist() == second.tolist()
+    engine.clear()
+    assert greedy(engine, [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]], 4).tolist() == first.tolist()
+    more = list(engine.write(2, Sampling()))  # without a further prompt
+    engine.clear()
+    assert greedy(engine, [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]], 6)[:, 4:].tolist() == np.stack(more, 1).tolist()
+
+
+def test_texts_end_at_a_stop_token_each_by_itself():
+    engine = engine_of(SMALL, 2, sa.striped())
+    prompts = [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]]
+    free = greedy(engine, prompts, 8)
+    stop = int(free[1, 2])
+    engine.clear()
+    found = greedy(engine, prompts, 8, stop=[stop])
+    for row in range(3):
+        ends = np.flatnonzero(free[row] == stop)
+        length = ends[0] + 1 if len(ends) else found.shape[1]
+        assert found[row, :length].tolist() == free[row, :length].tolist()
+        assert (found[row, length:] == NOBODY).all()
+        assert engine.lengths[row] == len(prompts[row]) + length
+
+
+def test_what_does_not_fit_is_refused_before_it_is_read():
+    engine = engine_of(SMALL, 2, sa.striped(), capacity=16)
+    engine.read([TEXT[0, :10], TEXT[1, :3], TEXT[2, :3]])
+    with pytest.raises(ValueError, match=r"Text 0 has 10 tokens, and 7 more do not fit in the cache's 16\."):
+        engine.read([TEXT[0, :7], [], []])
+    with pytest.raises(ValueError, match="Text 0 has 10 tokens, and 7 more do not fit"):
+        next(engine.write(7, Sampling()))
+    assert engine.lengths.tolist() == [10, 3, 3]
+    assert len(list(engine.write(6, Sampling()))) == 6
+
+
+def test_an_engine_is_not_used_in_two_ways_at_once():
+    engine = engine_of(SMALL, 2, sa.striped())
+    prompts = [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]]
+    with pytest.raises(ValueError, match="A text goes on from at least one token; text 0 has none"):
+        next(engine.write(1, Sampling()))
+    with pytest.raises(ValueError, match="An engine of 3 texts reads as many at a time; got 2"):
+        engine.read(prompts[:2])
+    with pytest.raises(ValueError, match="below the vocabulary of 64; text 1 has -5 to 3"):
+        engine.read([[1], [3, -5], [2]])
+    wanted = greedy(engine, prompts, 4)
+    engine.clear()
+    engine.read(prompts)
+    writing = engine.write(4, Sampling())
+    assert next(writing).tolist() == wanted[:, 0].tolist()
+    engine.read([[], [1], []])
+    with pytest.raises(RuntimeError, match="went on elsewhere"):
+        next(writing)
+
+
+def test_nothing_of_an_old_text_is_left():
+    """Not even what is no number, which a weight of 0 does not hide."""
+    engine = engine_of(SMALL, 2, sa.striped())
+    prompts = [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]]
+    wanted = greedy(engine, prompts, 4)
+    engine.caches = jax.tree.map(lambda x: x * float("nan") if x.ndim > 1 else x, engine.caches)
+    engine.clear()
+    assert greedy(engine, prompts, 4).tolist() == wanted.tolist()
+
+
+def test_a_token_sends_partial_results_and_no_keys():
+    """Of a cache eight times as large the program sends no byte more."""
+    sizes = []
+    for capacity in (64, 512):
+        engine = engine_of(SMALL, 4, sa.striped(), capacity=capacity)
+        greedy(engine, [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]], 2)
+        sizes.append(sum(traffic(engine.program("token"), 4).values()))
+    assert sizes[0] == sizes[1] > 0
+
+
+SCORES = np.log(np.array([[0.5, 0.2, 0.15, 0.1, 0.05]] * 2000, np.float32))
+
+
+def drawn(**options):
+    """How often each token is drawn, of 2000 texts."""
+    rows = jnp.arange(2000, dtype=jnp.int32)
+    tokens = choose(Sampling(**options), jnp.asarray(SCORES), rows, jnp.full(2000, 7, jnp.int32))
+    return np.bincount(tokens, minlength=5) / 2000
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (dict(), [1, 0, 0, 0, 0]),
+        (dict(temperature=1.0), [0.5, 0.2, 0.15, 0.1, 0.05]),
+        (dict(temperature=0.5), np.array([0.25, 0.04, 0.0225, 0.01, 0.0025]) / 0.325),
+        (dict(temperature=1.0, top_k=2), [5 / 7, 2 / 7, 0, 0, 0]),
+        (dict(temperature=1.0, top_k=9), [0.5, 0.2, 0.15, 0.1, 0.05]),
+        (dict(temperature=1.0, top_p=0.8), [0.5 / 0.85, 0.2 / 0.85, 0.15 / 0.85, 0, 0]),
+        (dict(temperature=1.0, top_p=0.1), [1, 0, 0, 0, 0]),
+        (dict(temperature=1.0, top_k=3, top_p=0.8), [5 / 7, 2 / 7, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_by_their_probabilities(options, wanted):
+    found = drawn(**options)
+    assert np.abs(found - wanted).max() < 0.04  # three deviations of 2000 draws
+    assert (found[np.array(wanted) == 0] == 0).all()
+
+
+def test_what_is_drawn_depends_on_seed_text_and_position():
+    scores, rows = jnp.zeros((4, 1000)), jnp.arange(4, dtype=jnp.int32)
+    draw = lambda seed, rows, at: choose(Sampling(1.0, seed=seed), scores, rows, jnp.full(4, at, jnp.int32)).tolist()  # noqa: E731
+    base = draw(0, rows, 5)
+    assert base == draw(0, rows, 5)
+    assert base[::-1] == draw(0, rows[::-1], 5)
+    assert base != draw(1, rows, 5)
+    assert base != draw(0, rows, 6)
+    assert len(set(base)) > 1
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of a short run of `striped train`."""
+    folder = tmp_path_factory.mktemp("run")
+    data = folder / "text.txt"
+    data.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    command = f"train --sequence-length 256 --steps 40 --learning-rate 3e-3 --dtype float32 --data {data}"
+    assert cli.main([*command.split(), "--checkpoint-dir", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+def generate(capsys, *arguments):
+    capsys.readouterr()
+    code = cli.main(["generate", *map(str, arguments)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_striped_generate_streams_what_a_run_has_learned(trained, capsys):
+    command = ("--model", trained, "--prompt", "the quick brown", "--max-tokens", 20, "--dtype", "float32")
+    code, out, err = generate(capsys, *command)
+    assert code == 0
+    assert len(out.strip("\n")) > 5
+    assert "prefill 15 tokens" in err
+    assert "decode 20 tokens" in err
+    assert generate(capsys, *command, "--layout", "zigzag", "--chunk", 4)[:2] == (0, out)
+
+
+def test_prompts_of_a_file_give_lines_of_json(trained, capsys, tmp_path):
+    prompts = ["the quick", "jumps over the", "a", "lazy dog. the"]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
+    common = ("--model", trained, "--max-tokens", 6, "--dtype", "float32", "--prompts", file)
+    code, out, _ = generate(capsys, *common, "--batch", 3)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0
+    assert [row["prompt"] for row in rows] == prompts
+    assert [row["prompt_tokens"] for row in rows] == [len(prompt) for prompt in prompts]
+    assert all(len(row["tokens"]) == row["new_tokens"] <= 6 for row in rows)
+    assert [row["number"] for row in rows] == [1, 2, 3, 4]
+    code, out, _ = generate(capsys, *common, "--batch", 2, "--output", tmp_path / "out.jsonl")
+    assert (code, out) == (0, "")
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == rows
+    drawn = [
+        generate(capsys, *common, "--batch", batch, "--temperature", 1, "--top-p", 0.9, "--seed", 3)[1]
+        for batch in (2, 3)
+    ]
+    assert drawn[0] == drawn[1]  # whatever the batch
+    assert drawn[0] != out
+
+
+def test_a_prompt_through_standard_input(trained, capsys, monkeypatch):
+    import io
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("the quick brown"))
+    code, out, _ = generate(capsys, "--model", trained, "--max-tokens", 5, "--dtype", "float32")
+    assert code == 0
+    assert out.strip("\n")
+
+
+def test_one_of_many_processes_asks_for_a_prompt_that_all_have(trained, capsys, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setattr("striped_attention.training.launch.connect", lambda config: None)
+    code, _, err = generate(capsys, "--model", trained)
+    assert code == 2
+    assert "not all have a standard input. Give --prompt or --prompts." in err
+
+
+def spaces():
+    """A tokenizer that writes spaces into words, as Llama 2's and Mistral's do."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {"\u2581a": 0, "\u2581b": 1, "c": 2, "<unk>": 3}
+    vocabulary |= {f"<0x{byte:02X}>": 4 + i for i, byte in enumerate("é".encode())}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    return tokenizer
+
+
+def test_text_comes_as_the_whole_of_it_reads():
+    """A space before the first word that is written, characters of several tokens, and half of one at the end."""
+    tokenizer = spaces()
+    for prompt, written in [([0], [1, 2, 4, 5, 1]), ([0, 1], [2, 1, 4]), ([2], [4, 5, 4, 5, 0]), ([0], [5, 4])]:
+        stream = text.TokenStream(tokenizer, list(prompt))
+        pieces = [stream.add(token) for token in written]
+        whole = tokenizer.decode([*prompt, *written])
+        assert tokenizer.decode(prompt) + "".join(pieces) + stream.finish() == whole
+    stream = text.Bytes().stream([])
+    assert [stream.add(byte) for byte in "aé".encode()[:2]] == ["a", ""]
+    assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_lines_of_prompts(tmp_path):
+    plain, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    plain.write_bytes("\ufeffone\r\n\n  \ntwo\u2028still two\n".encode())
+    assert text.read_prompts(plain) == ["one", "two\u2028still two"]
+    lines.write_text('{"prompt": "one\u2028"}\n\n{"prompt": 2}\n', encoding="utf-8")
+    with pytest.raises(UsageError, match=r'Line 3 of .*prompts.jsonl must be like {"prompt": "Once upon"}; got'):
+        text.read_prompts(lines)
+
+
+def test_import_and_export_give_the_weights_back(trained, capsys, tmp_path):
+    """A run to a Hugging Face folder, that to a checkpoint, that to a folder again: the same text, the same files."""
+    common = ("--prompt", "the quick brown", "--max-tokens", 12, "--dtype", "float32")
+    out = generate(capsys, "--model", trained, *common)[1]
+    folders = [tmp_path / name for name in ("hub", "ours", "again")]
+    assert cli.main(["export", "--model", str(trained), "--output", str(folders[0]), "--dtype", "float32"]) == 0
+    assert cli.main(["import", "--model", str(folders[0]), "--output", str(folders[1])]) == 0
+    assert cli.main(["export", "--model", str(folders[1]), "--output", str(folders[2]), "--dtype", "float32"]) == 0
+    names = sorted(path.name for path in folders[0].iterdir())
+    assert names == sorted(path.name for path in folders[2].iterdir())
+    for name in names:
+        assert (folders[0] / name).read_bytes() == (folders[2] / name).read_bytes()
+    byte_tokens = write_byte_tokenizer(tmp_path / "tokenizer.json")
+    for folder in folders[:2]:
+        assert generate(capsys, "--model", folder, "--tokenizer", byte_tokens, *common)[:2] == (0, out)
+
+
+def write_byte_tokenizer(path):
+    """A tokenizer.json whose tokens are the letters' codes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocabulary = {chr(i): i for i in range(128)} | {"<unk>": 128, "</s>": 256}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(path))
+    return path
+
+
+def test_two_processes_write_what_one_writes(trained, monkeypatch, tmp_path):
+    """From a prompt through standard input, which only the process that starts them has."""
+    import io
+
+    command = ["generate", "--model", str(trained), "--max-tokens", "8", "--dtype", "float32", "--output"]
+    assert cli.main([*command, str(tmp_path / "one"), "--prompt", "the quick brown"]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("the quick brown"))
+    assert cli.main([*command, str(tmp_path / "two"), "--local-processes", "2", "--cpu-devices", "1"]) == 0
+    assert (tmp_path / "one").read_text() == (tmp_path / "two").read_text() != ""
+
+
+def without(folder, name):
+    (folder / name).unlink()
+
+
+def broken_json(folder):
+    (folder / "run.json").write_text("[")
+
+
+def damaged(folder):
+    """A checkpoint in which a byte of the largest file was changed."""
+    largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    content[len(content) // 2] ^= 255
+    largest.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("options", "change", "message"),
+    [
+        (("--prompt", "x" * 50, "--capacity", 40), None, "The prompt has 50 tokens, and with --max-tokens 256 more"),
+        (("--prompt", ""), None, "The prompt is empty. A model goes on from at least one token."),
+        (("--prompt", "a", "--prompts", "b"), None, "--prompt and --prompts exclude each other"),
+        (("--prompts", "nowhere.txt"), None, "--prompts nowhere.txt cannot be read"),
+        (("--prompt", "a", "--temperature", -1), None, "--temperature must be at least 0; got -1"),
+        (("--prompt", "a", "--temperature", "nan"), None, "--temperature must be at least 0; got nan"),
+        (("--prompt", "a", "--top-p", 0), None, "--top-p must be above 0 and at most 1; got 0"),
+        (("--prompt", "a", "--top-k", 5), None, "--top-k and --top-p are for drawing"),
+        (("--prompt", "a", "--max-tokens", 0), None, "--max-tokens must be at least 1; got 0"),
+        (("--prompt", "a", "--kernel", "magic"), None, "--kernel must be one of"),
+        (("--prompt", "a", "--kernel", "cudnn"), None, "--kernel cudnn cannot do this: It"),
+        (("--prompt", "a", "--stripe", 4, "--layout", "zigzag"), None, "--stripe is for --layout striped"),
+        (("--prompt", "a", "--output", "no/where.jsonl"), None, "there is no folder"),
+        (("--prompt", "a", "--output", "copy"), None, "--output copy is a folder. Give a file."),
+        (("--prompts", "copy/run.json", "--output", "copy/run.json"), None, "is the file of the prompts"),
+        (("--prompt", "a", "--max-tokens", 3_000_000_000), None, "tokens, as many as positions can count; got 3,000"),
+        (("--prompt", "\udcff"), None, "A prompt is not text that UTF-8 can hold"),
+        (("--prompt", "a", "--tokenizer", "nowhere.json"), None, "--tokenizer nowhere.json is not a file"),
+        (("--prompt", "a"), broken_json, "is damaged"),
+        (("--prompt", "a"), damaged, "damaged"),
+        (("--prompt", "a"), lambda folder: without(folder, "run.json"), "has no tokenizer.json. Give one with"),
+        (("--prompt", "a"), lambda folder: [shutil.rmtree(p) for p in folder.glob("[0-9]*")], "holds neither"),
+        (("--prompt", "a"), shutil.rmtree, "is not a folder"),
+    ],
+    ids=lambda value: None if callable(value) else str(value)[:40],
+)
+def test_what_cannot_be_done_is_one_line(trained, capsys, tmp_path, monkeypatch, options, change, message):
+    monkeypatch.chdir(tmp_path)
+    folder = pathlib.Path(shutil.copytree(trained, tmp_path / "copy"))
+    if change is not None:
+        change(folder)
+    before_ = sorted(tmp_path.rglob("*"))
+    code, out, err = generate(capsys, "--model", folder, *options)
+    assert (code, out) == (2, "")
+    assert message in err.splitlines()[-1]
+    assert err.splitlines()[-1].startswith("striped: ")
+    assert sorted(tmp_path.rglob("*")) == before_
+
+
+def test_a_tokenizer_of_another_model_is_refused(trained, capsys, tmp_path):
+    from tokenizers import Tokenizer, models
+
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 4000}, unk_token="a"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    code, _, err = generate(capsys, "--model", trained, "--prompt", "a", "--tokenizer", tmp_path / "tokenizer.json")
+    assert code == 2
+    assert "needs a vocabulary of 4001, but that of the model in" in err
+    assert "they do not belong together" in err
+
+
+def test_folders_that_import_and_export_refuse(trained, capsys, tmp_path):
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "mine.txt").write_text("mine")
+    for command, options, message in [
+        ("export", ("--model", trained, "--output", full), "is there already and not empty"),
+        ("import", ("--model", trained, "--output", tmp_path / "new"), "is a checkpoint already"),
+        ("import", ("--model", full, "--output", tmp_path / "new"), "holds neither a checkpoint"),
+    ]:
+        assert cli.main([command, *map(str, options)]) == 2
+        assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+    assert [path.name for path in full.iterdir()] == ["mine.txt"]
+
+
+@pytest.fixture(scope="module")
+def hub(trained, tmp_path_factory):
+    """The run as a Hugging Face model."""
+    folder = tmp_path_factory.mktemp("hub") / "model"
+    command = ["export", "--model", str(trained), "--output", str(folder), "--dtype", "float32"]
+    assert cli.main([*command, "--tokenizer", str(write_byte_tokenizer(folder.parent / "tokenizer.json"))]) == 0
+    return folder
+
+
+def say(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def cut(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def pickled(folder):
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: without(folder, "model.safetensors"), "model.safetensors"),
+        (pickled, "pytorch_model.bin"),
+        (cut, "model.safetensors"),
+        (lambda folder: say(folder, architectures=["GPT2LMHeadModel"], model_type="gpt2"), "GPT2LMHeadModel"),
+        (lambda folder: say(folder, intermediate_size=392), "392"),
+        (lambda folder: say(folder, num_hidden_layers=3), "model.layers.2."),
+        (lambda folder: say(folder, hidden_act="gelu"), "gelu"),
+    ],
+    ids=["no weights", "pickle", "cut short", "architecture", "shape", "missing layer", "activation"],
+)
+@pytest.mark.parametrize("command", ["generate", "import"])
+def test_a_bad_folder_is_one_line_and_leaves_nothing(hub, capsys, tmp_path, command, change, message):
+    folder = pathlib.Path(shutil.copytree(hub, tmp_path / "copy"))
+    change(folder)
+    before_ = sorted(tmp_path.rglob("*"))
+    options = ["--prompt", "a"] if command == "generate" else ["--output", str(tmp_path / "new")]
+    capsys.readouterr()
+    assert cli.main([command, "--model", str(folder), *options]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert message in said.err.splitlines()[-1]
+    assert said.err.splitlines()[-1].startswith("striped: ")
+    assert sorted(tmp_path.rglob("*")) == before_
+
+
+def test_a_hub_model_without_a_tokenizer_asks_for_one(hub, capsys, tmp_path):
+    folder = pathlib.Path(shutil.copytree(hub, tmp_path / "copy"))
+    (folder / "tokenizer.json").unlink()
+    code, _, err = generate(capsys, "--model", folder, "--prompt", "a")
+    assert code == 2
+    assert "has no tokenizer.json. Give one with --tokenizer." in err
