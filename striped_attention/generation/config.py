@@ -1,7 +1,6 @@
 """Config: every option of `striped generate`, `striped import` and `striped export`, once."""
 
 import dataclasses
-import math
 import pathlib
 from typing import Annotated, Any, Literal
 
@@ -15,7 +14,7 @@ from striped_attention.generation.sample import Sampling
 from striped_attention.kernel_xla import default_tile
 from striped_attention.layout import Layout
 from striped_attention.model import ModelConfig
-from striped_attention.training.config import Path, Text, Whole
+from striped_attention.training.config import Path, Text, Whole, check_at_least, check_shared
 from striped_attention.training.errors import UsageError
 
 Folder = Annotated[pathlib.Path, tyro.conf.arg(metavar="PATH")]
@@ -76,29 +75,16 @@ class GenerateConfig:
     """Which of them this one is, from 0."""
 
     def __post_init__(self) -> None:
-        at_least = {"max_tokens": 1, "batch": 1, "chunk": 1, "temperature": 0, "seed": 0}
-        at_least |= dict.fromkeys(("top_k", "capacity", "stripe", "cpu_devices", "local_processes", "num_processes"), 1)
-        for name, least in at_least.items():
-            value = getattr(self, name)
-            if value is not None and not (value >= least and math.isfinite(value)):
-                raise UsageError(f"--{name.replace('_', '-')} must be at least {least}; got {value}.")
+        check_shared(self)
+        check_at_least(
+            self, {"temperature": 0} | dict.fromkeys(("max_tokens", "batch", "chunk", "top_k", "capacity"), 1)
+        )
         if not 0 < self.top_p <= 1:
             raise UsageError(f"--top-p must be above 0 and at most 1; got {self.top_p}.")
-        if self.seed >= 2**32:
-            raise UsageError(f"--seed must be less than {2**32}; got {self.seed}.")
         if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
             raise UsageError("--top-k and --top-p are for drawing: give a --temperature above 0 too, like 1.")
         if self.prompt is not None and self.prompts is not None:
             raise UsageError("--prompt and --prompts exclude each other: leave one of them out.")
-        if self.kernel not in ("auto", *KERNELS):
-            raise UsageError(f"--kernel must be one of {['auto', *KERNELS]}; got {self.kernel!r}.")
-        if self.stripe is not None and self.layout != "striped":
-            raise UsageError(f"--stripe is for --layout striped; got --layout {self.layout}. Leave one of them out.")
-        cluster = (self.coordinator, self.num_processes, self.process_id)
-        if any(x is not None for x in cluster) and None in cluster:
-            raise UsageError("--coordinator, --num-processes and --process-id go together: give all three or none.")
-        if self.local_processes is not None and self.coordinator is not None:
-            raise UsageError("--local-processes starts a cluster of its own: leave out --coordinator and the like.")
 
     @property
     def sampling(self) -> Sampling:

@@ -1,6 +1,7 @@
 """Config: every option of `striped train`, once: its flags, help, defaults and the record kept with a run."""
 
 import dataclasses
+import math
 import pathlib
 from typing import Annotated, Any, Literal
 
@@ -118,30 +119,15 @@ class TrainConfig:
     """Which of them this one is, from 0."""
 
     def __post_init__(self) -> None:
-        for name in ("sequence_length", "batch", "steps", "checkpoint_every", "keep", "chunk"):
-            _at_least(self, name, 1)
-        for name in ("stripe", "tile", "cpu_devices", "local_processes", "num_processes"):
-            if getattr(self, name) is not None:
-                _at_least(self, name, 1)
-        for name in ("seed", "learning_rate", "weight_decay"):
-            _at_least(self, name, 0)
+        check_shared(self)
+        at_least = dict.fromkeys(("sequence_length", "batch", "steps", "checkpoint_every", "keep", "chunk", "tile"), 1)
+        check_at_least(self, at_least | dict.fromkeys(("learning_rate", "weight_decay"), 0))
         if self.warmup is not None and not 0 <= self.warmup < self.steps:
             raise UsageError(f"--warmup must be at least 0 and less than the {self.steps} steps; got {self.warmup}.")
-        if self.seed >= 2**32:
-            raise UsageError(f"--seed must be less than {2**32}; got {self.seed}.")
         if not self.clip > 0:  # NaN is not
             raise UsageError(f"--clip must be above 0; got {self.clip}. For no clipping choose a large number.")
-        if self.kernel not in ("auto", *KERNELS):
-            raise UsageError(f"--kernel must be one of {['auto', *KERNELS]}; got {self.kernel!r}.")
-        if self.stripe is not None and self.layout != "striped":
-            raise UsageError(f"--stripe is for --layout striped; got --layout {self.layout}. Leave one of them out.")
         if self.resume and self.checkpoint_dir is None:
             raise UsageError("--resume needs --checkpoint-dir, the folder of the run to go on with.")
-        cluster = (self.coordinator, self.num_processes, self.process_id)
-        if any(x is not None for x in cluster) and None in cluster:
-            raise UsageError("--coordinator, --num-processes and --process-id go together: give all three or none.")
-        if self.local_processes is not None and self.coordinator is not None:
-            raise UsageError("--local-processes starts a cluster of its own: leave out --coordinator and the like.")
 
     @property
     def model(self) -> ModelConfig:
@@ -190,7 +176,26 @@ class TrainConfig:
         return {k: str(v) if isinstance(v, pathlib.Path) else v for k, v in dataclasses.asdict(self).items()}
 
 
-def _at_least(config: TrainConfig, name: str, least: int) -> None:
-    value = getattr(config, name)
-    if not value >= least:  # NaN is not
-        raise UsageError(f"--{name.replace('_', '-')} must be at least {least}; got {value}.")
+def check_shared(config: Any) -> None:
+    """Raise if options that `striped train` and `striped generate` have in common make no sense."""
+    counts = ("stripe", "cpu_devices", "local_processes", "num_processes")
+    check_at_least(config, {"seed": 0} | dict.fromkeys(counts, 1))
+    if config.seed >= 2**32:
+        raise UsageError(f"--seed must be less than {2**32}; got {config.seed}.")
+    if config.kernel not in ("auto", *KERNELS):
+        raise UsageError(f"--kernel must be one of {['auto', *KERNELS]}; got {config.kernel!r}.")
+    if config.stripe is not None and config.layout != "striped":
+        raise UsageError(f"--stripe is for --layout striped; got --layout {config.layout}. Leave one of them out.")
+    cluster = (config.coordinator, config.num_processes, config.process_id)
+    if any(x is not None for x in cluster) and None in cluster:
+        raise UsageError("--coordinator, --num-processes and --process-id go together: give all three or none.")
+    if config.local_processes is not None and config.coordinator is not None:
+        raise UsageError("--local-processes starts a cluster of its own: leave out --coordinator and the like.")
+
+
+def check_at_least(config: Any, least: dict[str, int]) -> None:
+    """Raise if one of these options is given and smaller, or no finite number."""
+    for name, smallest in least.items():
+        value = getattr(config, name)
+        if value is not None and not (value >= smallest and math.isfinite(value)):
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {smallest}; got {value}.")

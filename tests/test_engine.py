@@ -1,0 +1,233 @@
+"""Engine: one that reads and writes gives what the whole model gives on the whole text, on any devices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+import striped_attention as sa
+from striped_attention.generation.engine import NOBODY, Engine, Options, layer_specs
+from striped_attention.generation.sample import Sampling, choose
+from striped_attention.model import ModelConfig, after, before, init, logits, split_layer
+from striped_attention.oracle import dense_attention
+from striped_attention.parallel import AXES
+from striped_attention.schedule import traffic
+
+SMALL = ModelConfig(layers=2, dim=32, ffn=48, heads=4, kv_heads=2, vocabulary=64)
+WINDOW = ModelConfig(
+    layers=2, dim=32, ffn=48, heads=4, kv_heads=2, vocabulary=64, window=5, biases=True, head_norms=True, head_width=16
+)
+TEXT = np.random.default_rng(0).integers(0, 64, (3, 40)).astype(np.int32)
+
+
+@functools.cache
+def weights_of(config):
+    """Random ones, large enough for scores that differ."""
+    larger = lambda path, x: x if path[-1].key.endswith("norm") else 5 * x  # noqa: E731
+    stacked = jax.tree_util.tree_map_with_path(larger, init(config, jax.random.key(0)))
+    layers = [{name: x[i] for name, x in stacked["layers"].items()} for i in range(config.layers)]
+    return {**stacked, "layers": layers}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def dense_scores(config, weights, tokens):
+    """Of the plain model, dense attention and all, at every position."""
+    length = tokens.shape[1]
+    positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
+    i, j = np.mgrid[:length, :length]
+    seen = (j <= i) & (i - j < (config.window or length))
+    x = weights["embedding"][tokens]
+    for layer in weights["layers"]:
+        first, second = split_layer(layer)
+        q, k, v = before(config, first, x, positions)
+        x = after(config, second, (x, dense_attention(q, k, v, seen[None])), ())
+    return logits(config, {name: weights[name] for name in config.last}, x)
+
+
+@functools.cache
+def truth(config):
+    return np.asarray(dense_scores(config, weights_of(config), jnp.asarray(TEXT)))
+
+
+def engine_of(config, devices, layout, batch=3, capacity=48, chunk=8, weights=None):
+    mesh = jax.make_mesh(
+        (1, devices), AXES.everything, (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:devices]
+    )
+    place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    weights = jax.tree.map(place, weights or weights_of(config), layer_specs(config, mesh))
+    return Engine(config, weights, mesh, Options(layout, batch, capacity, chunk=chunk, dtype=jnp.dtype("float32")))
+
+
+def assert_scores(engine, config, lengths):
+    """Those after the last token of every text are those of the whole model there."""
+    wanted = np.stack([truth(config)[row, length - 1] for row, length in enumerate(lengths)])
+    assert np.abs(np.asarray(engine.scores) - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("config", [SMALL, WINDOW], ids=["full", "window"])
+@pytest.mark.parametrize(
+    ("devices", "layout"),
+    [
+        *((1, sa.contiguous()), (2, sa.striped()), (3, sa.striped(2)), (4, sa.zigzag())),
+        *((8, sa.striped()), (8, sa.contiguous()), (8, sa.striped(3))),
+    ],
+    ids=str,
+)
+def test_reading_and_writing_is_the_whole_model(config, devices, layout):
+    """Ragged prompts longer than a chunk, then tokens one by one, one text ending early, then a further piece."""
+    engine = engine_of(config, devices, layout)
+    lengths = np.array([13, 1, 7])
+    engine.read([TEXT[row, :n] for row, n in enumerate(lengths)])
+    assert_scores(engine, config, lengths)
+    for step in range(5):
+        active = np.array([True, True, step < 3])
+        engine.append([TEXT[row, n] for row, n in enumerate(lengths)], active)
+        lengths += active
+        assert_scores(engine, config, lengths)
+    engine.read([TEXT[row, n : n + more] for (row, n), more in zip(enumerate(lengths), (6, 0, 2), strict=True)])
+    lengths += [6, 0, 2]
+    assert_scores(engine, config, lengths)
+    assert engine.lengths.tolist() == lengths.tolist() == engine.caches[0].lengths.tolist()
+
+
+def greedy(engine, prompts, steps, stop=()):
+    engine.read(prompts)
+    return np.stack(list(engine.write(steps, Sampling(), stop)), axis=1)
+
+
+def test_greedy_text_is_the_same_everywhere_and_of_the_whole_model():
+    prompts = [TEXT[0, :9], TEXT[1, :2], TEXT[2, :5]]
+    wanted = []
+    for prompt in prompts:
+        text = np.zeros((1, 20), np.int32)  # what comes later changes nothing
+        text[0, : len(prompt)] = prompt
+        for at in range(len(prompt), len(prompt) + 10):
+            text[0, at] = dense_scores(SMALL, weights_of(SMALL), text)[0, at - 1].argmax()
+        wanted.append(text[0, len(prompt) : len(prompt) + 10].tolist())
+    for devices, layout in [(1, sa.striped()), (2, sa.zigzag()), (4, sa.striped(4)), (8, sa.contiguous())]:
+        assert greedy(engine_of(SMALL, devices, layout), prompts, 10).tolist() == wanted, (devices, layout)
+
+
+def test_a_text_goes_on_in_turns():
+    """What was written stays in the text, and a further prompt follows it."""
+    engine, other = (engine_of(SMALL, 4, sa.striped(2)) for _ in range(2))
+    first = greedy(engine, [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]], 4)
+    assert engine.lengths.tolist() == [9, 7, 12]
+    second = greedy(engine, [TEXT[0, 20:26], TEXT[1, 20:21], TEXT[2, 20:22]], 5)
+    whole = [[*TEXT[0, :5], *first[0], *TEXT[0, 20:26]], [*TEXT[1, :3], *first[1], TEXT[1, 20]]]
+    whole.append([*TEXT[2, :8], *first[2], *TEXT[2, 20:22]])
+    assert greedy(other, whole, 5).tolist() == second.tolist()
+    engine.clear()
+    assert greedy(engine, [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]], 4).tolist() == first.tolist()
+    more = list(engine.write(2, Sampling()))  # without a further prompt
+    engine.clear()
+    assert greedy(engine, [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]], 6)[:, 4:].tolist() == np.stack(more, 1).tolist()
+
+
+def test_texts_end_at_a_stop_token_each_by_itself():
+    engine = engine_of(SMALL, 2, sa.striped())
+    prompts = [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]]
+    free = greedy(engine, prompts, 8)
+    stop = int(free[1, 2])
+    engine.clear()
+    found = greedy(engine, prompts, 8, stop=[stop])
+    for row in range(3):
+        ends = np.flatnonzero(free[row] == stop)
+        length = ends[0] + 1 if len(ends) else found.shape[1]
+        assert found[row, :length].tolist() == free[row, :length].tolist()
+        assert (found[row, length:] == NOBODY).all()
+        assert engine.lengths[row] == len(prompts[row]) + length
+
+
+def test_what_does_not_fit_is_refused_before_it_is_read():
+    engine = engine_of(SMALL, 2, sa.striped(), capacity=16)
+    engine.read([TEXT[0, :10], TEXT[1, :3], TEXT[2, :3]])
+    with pytest.raises(ValueError, match=r"Text 0 has 10 tokens, and 7 more do not fit in the cache's 16\."):
+        engine.read([TEXT[0, :7], [], []])
+    with pytest.raises(ValueError, match="Text 0 has 10 tokens, and 7 more do not fit"):
+        next(engine.write(7, Sampling()))
+    assert engine.lengths.tolist() == [10, 3, 3]
+    assert len(list(engine.write(6, Sampling()))) == 6
+
+
+def test_an_engine_is_not_used_in_two_ways_at_once():
+    engine = engine_of(SMALL, 2, sa.striped())
+    prompts = [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]]
+    with pytest.raises(ValueError, match="A text goes on from at least one token; text 0 has none"):
+        next(engine.write(1, Sampling()))
+    with pytest.raises(ValueError, match="An engine of 3 texts reads as many at a time; got 2"):
+        engine.read(prompts[:2])
+    with pytest.raises(ValueError, match="below the vocabulary of 64; text 1 has -5 to 3"):
+        engine.read([[1], [3, -5], [2]])
+    wanted = greedy(engine, prompts, 4)
+    engine.clear()
+    engine.read(prompts)
+    writing = engine.write(4, Sampling())
+    assert next(writing).tolist() == wanted[:, 0].tolist()
+    engine.read([[], [1], []])
+    with pytest.raises(RuntimeError, match="went on elsewhere"):
+        next(writing)
+
+
+def test_nothing_of_an_old_text_is_left():
+    """Not even what is no number, which a weight of 0 does not hide."""
+    engine = engine_of(SMALL, 2, sa.striped())
+    prompts = [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]]
+    wanted = greedy(engine, prompts, 4)
+    engine.caches = jax.tree.map(lambda x: x * float("nan") if x.ndim > 1 else x, engine.caches)
+    engine.clear()
+    assert greedy(engine, prompts, 4).tolist() == wanted.tolist()
+
+
+def test_a_token_sends_partial_results_and_no_keys():
+    """Of a cache eight times as large the program sends no byte more."""
+    sizes = []
+    for capacity in (64, 512):
+        engine = engine_of(SMALL, 4, sa.striped(), capacity=capacity)
+        greedy(engine, [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]], 2)
+        sizes.append(sum(traffic(engine.program("token"), 4).values()))
+    assert sizes[0] == sizes[1] > 0
+
+
+SCORES = np.log(np.array([[0.5, 0.2, 0.15, 0.1, 0.05]] * 2000, np.float32))
+
+
+def drawn(**options):
+    """How often each token is drawn, of 2000 texts."""
+    rows = jnp.arange(2000, dtype=jnp.int32)
+    tokens = choose(Sampling(**options), jnp.asarray(SCORES), rows, jnp.full(2000, 7, jnp.int32))
+    return np.bincount(tokens, minlength=5) / 2000
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        (dict(), [1, 0, 0, 0, 0]),
+        (dict(temperature=1.0), [0.5, 0.2, 0.15, 0.1, 0.05]),
+        (dict(temperature=0.5), np.array([0.25, 0.04, 0.0225, 0.01, 0.0025]) / 0.325),
+        (dict(temperature=1.0, top_k=2), [5 / 7, 2 / 7, 0, 0, 0]),
+        (dict(temperature=1.0, top_k=9), [0.5, 0.2, 0.15, 0.1, 0.05]),
+        (dict(temperature=1.0, top_p=0.8), [0.5 / 0.85, 0.2 / 0.85, 0.15 / 0.85, 0, 0]),
+        (dict(temperature=1.0, top_p=0.1), [1, 0, 0, 0, 0]),
+        (dict(temperature=1.0, top_k=3, top_p=0.8), [5 / 7, 2 / 7, 0, 0, 0]),
+    ],
+    ids=str,
+)
+def test_tokens_are_drawn_by_their_probabilities(options, wanted):
+    found = drawn(**options)
+    assert np.abs(found - wanted).max() < 0.04  # three deviations of 2000 draws
+    assert (found[np.array(wanted) == 0] == 0).all()
+
+
+def test_what_is_drawn_depends_on_seed_text_and_position():
+    scores, rows = jnp.zeros((4, 1000)), jnp.arange(4, dtype=jnp.int32)
+    draw = lambda seed, rows, at: choose(Sampling(1.0, seed=seed), scores, rows, jnp.full(4, at, jnp.int32)).tolist()  # noqa: E731
+    base = draw(0, rows, 5)
+    assert base == draw(0, rows, 5)
+    assert base[::-1] == draw(0, rows[::-1], 5)
+    assert base != draw(1, rows, 5)
+    assert base != draw(0, rows, 6)
+    assert len(set(base)) > 1
