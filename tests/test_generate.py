@@ -163,11 +163,13 @@ def broken_json(folder):
 
 
 def damaged(folder):
-    """A checkpoint in which bytes of the largest file were changed: so many that some belong to weights."""
-    largest = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    content = np.fromfile(largest, np.uint8)
-    content[::1000] ^= 255
-    content.tofile(largest)
+    """A checkpoint with changed bytes in every file that may hold weights: how they are shared out is orbax's affair."""
+    files = list(folder.rglob("ocdbt.process_*/d/*"))
+    assert files
+    for path in files:
+        content = np.fromfile(path, np.uint8)
+        content[::1000] ^= 255
+        content.tofile(path)
 
 
 @pytest.mark.parametrize(
