@@ -163,7 +163,7 @@ def broken_json(folder):
 
 
 def damaged(folder):
-    """A checkpoint with changed bytes in every file that may hold weights: how they are shared out is orbax's affair."""
+    """A checkpoint with changed bytes in every file of data: orbax shares weights out as it likes."""
     files = list(folder.rglob("ocdbt.process_*/d/*"))
     assert files
     for path in files:
