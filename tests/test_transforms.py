@@ -141,7 +141,8 @@ def test_attention_shard_inside_shard_map(check_vma):
 def test_scan_over_layers_and_checkpoint(remat):
     devices, layers = 4, 3
     mask = sa.sliding_window(10)
-    weights = jnp.asarray(np.random.default_rng(0).standard_normal((layers, 8, 8)) / 3, jnp.float32)
+    # So small that three layers do not make much of a rounding error.
+    weights = jnp.asarray(np.random.default_rng(0).standard_normal((layers, 8, 8)) / 6, jnp.float32)
     x = inputs()[0]
 
     def model(attend, x, weights):
