@@ -15,13 +15,14 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from striped_attention import kernel_cudnn, kernel_xla
+from striped_attention import kernel_cudnn, kernel_pallas_tpu, kernel_xla
 from striped_attention.bias import Bias
 from striped_attention.layout import Layout, check_whole
 from striped_attention.mask import Mask
 from striped_attention.ring import Ring, ring_attention
 
-KERNELS: dict[str, Any] = {"cudnn": kernel_cudnn, "xla": kernel_xla}  # "auto" takes the first that can
+# "auto" takes the first that can
+KERNELS: dict[str, Any] = {"cudnn": kernel_cudnn, "pallas_tpu": kernel_pallas_tpu, "xla": kernel_xla}
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -59,8 +60,8 @@ def attention(
       softcap: scores become softcap · tanh(score / softcap).
       bias: `alibi(slopes)` or `relative_bias(table)`, added to the scores.
       sinks: one logit a head that takes part in the softmax and has no value (attention sinks).
-      kernel: "auto", "xla" (plain JAX: everything, everywhere) or "cudnn" (NVIDIA GPUs). What "auto" takes, the fastest
-        that can do what is asked, it says through `logging`, at level INFO.
+      kernel: "auto", "xla" (plain JAX: everything, everywhere), "cudnn" (NVIDIA GPUs) or "pallas_tpu" (TPUs). What
+        "auto" takes, the fastest that can do what is asked, it says through `logging`, at level INFO.
       tile: the kernel's tile, queries × keys, or one number for a square; the kernel knows a good default.
       length: the number of real tokens, when the arrays were padded; what lies past it is never seen. A `documents`
         mask knows it already, unless the arrays were padded further than they need.

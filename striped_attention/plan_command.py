@@ -64,7 +64,7 @@ class PlanConfig:
     """What to compare, like striped(1) striped(128) zigzag. Contiguous always is. Default: striped(1) striped(256)
     striped(1024) zigzag."""
     kernel: str = "auto"
-    """xla, cudnn, or auto: the first that can do what a layout needs."""
+    """xla, cudnn, pallas_tpu, or auto: the first that can do what a layout needs."""
     output: Path = None
     """Where all of it goes as JSON, for `striped report`. Default: nowhere."""
 

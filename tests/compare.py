@@ -4,13 +4,16 @@ float32 must agree to 1e-5 of the oracle's scale; bfloat16 must stay within twic
 attention makes (or as exact as float32, where plain attention happens to make none).
 """
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import tpu as pltpu
 
 import striped_attention as sa
 from striped_attention.layout import Layout
@@ -62,6 +65,17 @@ class Shape:
         elif self.bias is not None:
             bias = sa.relative_bias(arrays["bias"], bidirectional=self.bias == "t5-bidirectional", max_distance=16)
         return {"scale": self.scale, "softcap": self.softcap, "bias": bias, "sinks": arrays.get("sinks")}
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """TPU kernels run on the CPU: memory that nobody has written is NaN, and races raise."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter  # where it says what it found
+
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
+        yield
+    assert interpreter.races is not None, "nothing was interpreted"
+    assert not interpreter.races.races_found
 
 
 def mesh_of(devices: int, name: str = "sequence") -> jax.sharding.Mesh:

@@ -61,7 +61,7 @@ class GenerateConfig:
     stripe: Whole = None
     """Tokens of a stripe. Default: 1 with the kernel cudnn, else a tile, or less where a device has few tokens."""
     kernel: str = "auto"
-    """Attention kernel that prompts are read with: xla, or cudnn (NVIDIA GPUs); auto takes the faster one."""
+    """Attention kernel for prompts: xla, cudnn (NVIDIA GPUs) or pallas_tpu (TPUs); auto takes the fastest that can."""
 
     cpu_devices: Whole = None
     """Run on this many virtual CPU devices (of each process)."""

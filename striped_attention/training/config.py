@@ -84,7 +84,8 @@ class TrainConfig:
     chunk: int = 1024
     """Tokens that the feed-forward layers and the loss take at a time, on each device."""
     kernel: str = "auto"
-    """Attention kernel: xla does everything, cudnn (NVIDIA GPUs) text without documents; auto takes the faster one."""
+    """Attention kernel: xla runs everywhere, pallas_tpu on TPUs, cudnn on NVIDIA GPUs for text without documents; auto
+    takes the fastest that can."""
     tile: Whole = None
     """Side of the kernel's tiles. Default: what suits the kernel."""
 
