@@ -18,4 +18,5 @@ from striped_attention.mask import documents as documents
 from striped_attention.mask import full as full
 from striped_attention.mask import prefix as prefix
 from striped_attention.mask import sliding_window as sliding_window
+from striped_attention.mesh import make_mesh as make_mesh
 from striped_attention.plan import plan as plan

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 P = PartitionSpec
@@ -81,11 +81,6 @@ def check_devices(sizes: dict[str, int], devices: int) -> None:
         raise ValueError(
             f"The mesh {axes} needs {needed} devices, but there are {devices}. Choose sizes with that product."
         )
-
-
-def make_mesh(sizes: dict[str, int]) -> Mesh:
-    """The mesh over all devices of all processes."""
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
 
 
 def stage(

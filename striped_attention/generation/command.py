@@ -21,8 +21,9 @@ from striped_attention.generation import text, weights
 from striped_attention.generation.config import ExportConfig, GenerateConfig, ImportConfig
 from striped_attention.generation.engine import NOBODY, Engine, Options
 from striped_attention.layout import INT32_MAX
+from striped_attention.mesh import make_mesh
 from striped_attention.model import ModelConfig
-from striped_attention.parallel import AXES, make_mesh
+from striped_attention.parallel import AXES
 from striped_attention.training.errors import UsageError
 from striped_attention.training.launch import in_cluster
 

@@ -20,7 +20,8 @@ from striped_attention._version import __version__
 from striped_attention.attention import choose_kernel
 from striped_attention.cost import attention_flops, estimate, gigabytes, matrix_flops
 from striped_attention.hardware import peak_flops
-from striped_attention.parallel import AXES, check_devices, make_mesh, parse_mesh
+from striped_attention.mesh import make_mesh
+from striped_attention.parallel import AXES, check_devices, parse_mesh
 from striped_attention.training import data
 from striped_attention.training.checkpoint import Checkpoints, Place, write_whole
 from striped_attention.training.config import TrainConfig
