@@ -17,6 +17,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         from striped_attention import plan_command
         from striped_attention.bench.config import BenchConfig
+        from striped_attention.compiling.config import CompileConfig
         from striped_attention.generation.config import ExportConfig, GenerateConfig, ImportConfig
         from striped_attention.report.config import ReportConfig
         from striped_attention.training.config import TrainConfig
@@ -30,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         "export": ExportConfig,
         "bench": BenchConfig,
         "plan": plan_command.PlanConfig,
+        "compile": CompileConfig,
         "report": ReportConfig,
     }
     cli = functools.partial(
@@ -43,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         if isinstance(config, ReportConfig):
             return report(config)
+        if isinstance(config, CompileConfig):
+            return compile_step(config)
         if isinstance(config, GenerateConfig):
             return generate(config)
         if isinstance(config, (ImportConfig, ExportConfig)):
@@ -104,6 +108,16 @@ def convert(config: Any) -> int:
         command.import_model(config)
     else:
         command.export_model(config)
+    return 0
+
+
+def compile_step(config: Any) -> int:
+    """`striped compile`."""
+    try:
+        from striped_attention.compiling.command import run
+    except ModuleNotFoundError as error:
+        return _missing(error)
+    run(config)
     return 0
 
 

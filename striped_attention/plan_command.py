@@ -79,12 +79,7 @@ class PlanConfig:
 
     @property
     def tokens(self) -> int:
-        plain = re.sub(r"(?<=\d)[_,](?=\d{3}(?!\d))", "", self.length.lower())
-        found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)([kmg]?)", plain)
-        tokens = float(found[1]) * _UNITS[found[2]] if found else 0.0
-        if tokens < 1 or tokens != int(tokens):
-            raise UsageError(f"--length must be a number of tokens, like 786432, 256k or 1M; got {self.length!r}.")
-        return int(tokens)
+        return parse_length(self.length)
 
     def make_mask(self) -> Mask:
         if self.mask == "documents":
@@ -97,6 +92,16 @@ class PlanConfig:
 
     def make_layouts(self) -> list[Layout] | None:
         return None if self.layouts is None else parse_layouts(self.layouts)
+
+
+def parse_length(text: str) -> int:
+    """The tokens that --length asks for."""
+    plain = re.sub(r"(?<=\d)[_,](?=\d{3}(?!\d))", "", text.lower())
+    found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)([kmg]?)", plain)
+    tokens = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if tokens < 1 or tokens != int(tokens):
+        raise UsageError(f"--length must be a number of tokens, like 786432, 256k or 1M; got {text!r}.")
+    return int(tokens)
 
 
 def run(config: PlanConfig) -> None:

@@ -252,6 +252,6 @@ def test_training_deals_single_tokens_to_cudnn(monkeypatch):
     assert dataclasses.replace(config, kernel="xla", tile=64).make_layout(4, False, "gpu") == sa.striped(64)
     assert dataclasses.replace(config, kernel="cudnn").make_layout(4, documents=True) == sa.striped(1), "in a dry run"
     sizes = {"data": 1, "sequence": 4}
-    assert [choose(config, sizes, documents) for documents in (False, True)] == ["cudnn", "xla"]
+    assert [choose(config, sizes, documents, jax.default_backend()) for documents in (False, True)] == ["cudnn", "xla"]
     with pytest.raises(UsageError, match="not documents"):
-        choose(dataclasses.replace(config, kernel="cudnn"), sizes, documents=True)
+        choose(dataclasses.replace(config, kernel="cudnn"), sizes, True, jax.default_backend())

@@ -262,7 +262,7 @@ def _check(presets: list[str], members: list[int], lengths: list[int]) -> Iterat
     for preset, count, length in itertools.product(presets, members, lengths):
         config = TrainConfig(preset=preset, sequence_length=length, layout="contiguous")  # type: ignore[arg-type]
         layout = config.make_layout(count, False, jax.default_backend())
-        query, key, what = config.attention(layout, count, False)
+        query, key, what = config.attention(layout, count, False, jax.default_backend())
         try:
             choose_kernel("cudnn", query, key, **what)
         except NotImplementedError as error:

@@ -153,14 +153,16 @@ class TrainConfig:
         if self.stripe is None and self.kernel == "cudnn":
             return sa.striped(1)
         if self.stripe is None and not documents and self.kernel == "auto" and platform is not None:
-            query, key, what = self.attention(sa.striped(1), devices, documents)
+            query, key, what = self.attention(sa.striped(1), devices, documents, platform)
             if KERNELS["cudnn"].unsupported(query, key, **what) is None:
                 return sa.striped(1)
         quarter = max(1, -(-self.sequence_length // devices) // 4)
         tile = self.tile or default_tile(platform or ("gpu" if self.cpu_devices is None else "cpu"))[0]
         return sa.striped(self.stripe or min(tile, 2 ** (quarter.bit_length() - 1)))
 
-    def attention(self, layout: Layout, devices: int, documents: bool) -> tuple[Any, Any, dict[str, Any]]:
+    def attention(
+        self, layout: Layout, devices: int, documents: bool, platform: str
+    ) -> tuple[Any, Any, dict[str, Any]]:
         """What a kernel is asked to do: shapes of queries and keys on a device, and the rest."""
         length = layout.padded_length(self.sequence_length, devices)
         query, key = (
@@ -170,7 +172,7 @@ class TrainConfig:
         mask = sa.documents(np.zeros((1, self.sequence_length), np.int32)) if documents else sa.causal()
         tile = None if self.tile is None else (self.tile, self.tile)
         what = dict(softcap=None, bias=None, mask=mask, layout=layout, devices=devices, tile=tile)
-        return query, key, {**what, "padded": length != self.sequence_length, "platform": jax.default_backend()}
+        return query, key, {**what, "padded": length != self.sequence_length, "platform": platform}
 
     def record(self) -> dict[str, Any]:
         """All options as JSON can keep them."""

@@ -79,12 +79,17 @@ class Program:
     def model(self) -> ModelConfig:
         return self.config.model
 
+    @property
+    def platform(self) -> str:
+        """What the program runs on, which need not be here."""
+        return self.mesh.devices.flat[0].platform
+
     @functools.cached_property
     def compute(self) -> Compute:
         config, devices = self.config, self.mesh.shape[AXES.sequence]
         tile = None if config.tile is None else (config.tile, config.tile)
         return Compute(
-            layout=config.make_layout(devices, self.documents, jax.default_backend()),
+            layout=config.make_layout(devices, self.documents, self.platform),
             devices=devices,
             length=config.sequence_length,
             dtype=jnp.dtype(config.dtype),
@@ -143,7 +148,7 @@ class Program:
     @functools.cached_property
     def compiled(self) -> Any:
         """The step, compiled now."""
-        options = GPU_OPTIONS if self.mesh.devices.flat[0].platform == "gpu" else None
+        options = GPU_OPTIONS if self.platform == "gpu" else None
         return self.step.lower(self.state, self.inputs).compile(compiler_options=options)
 
     def _step(self, state: State, inputs: Inputs) -> tuple[State, dict[str, Any]]:

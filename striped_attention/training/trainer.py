@@ -41,7 +41,7 @@ def train(config: TrainConfig) -> State:
     corpus = data.load(config.data, config.tokenizer, config.end_token, config.model.vocabulary)
     data.read(corpus, 0, range(1), config.sequence_length, config.seed)
     documents = corpus.end is not None
-    kernel = choose(config, sizes, documents)
+    kernel = choose(config, sizes, documents, jax.default_backend())
     program = Program(config, make_mesh(sizes), documents=documents)
     start = _start(config, corpus)
     _check_folder(config)
@@ -109,11 +109,11 @@ def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
     return sizes
 
 
-def choose(config: TrainConfig, sizes: dict[str, int], documents: bool) -> str:
+def choose(config: TrainConfig, sizes: dict[str, int], documents: bool, platform: str) -> str:
     """The kernel that the attention of this run takes. Raises if the one that was asked for cannot do it."""
     devices = sizes[AXES.sequence]
-    layout = config.make_layout(devices, documents, jax.default_backend())
-    query, key, what = config.attention(layout, devices, documents)
+    layout = config.make_layout(devices, documents, platform)
+    query, key, what = config.attention(layout, devices, documents, platform)
     try:
         return choose_kernel(config.kernel, query, key, **what)
     except NotImplementedError as error:

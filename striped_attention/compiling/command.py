@@ -1,0 +1,210 @@
+"""The command `striped compile`: a real training step, compiled for machines that are not here, and what that tells."""
+
+import dataclasses
+import math
+import pathlib
+import re
+import time
+from typing import Any
+
+import jax
+import numpy as np
+import rich.box
+import rich.console
+import rich.table
+
+import striped_attention as sa
+from striped_attention import kernel_pallas_tpu
+from striped_attention.bench.record import metadata, write
+from striped_attention.compiling.config import CompileConfig
+from striped_attention.compiling.topology import describe
+from striped_attention.cost import estimate, gigabytes
+from striped_attention.count import count_tile_rows
+from striped_attention.kernel_xla import default_tile
+from striped_attention.layout import Layout
+from striped_attention.mesh import make_mesh
+from striped_attention.plan_command import parse_length
+from striped_attention.schedule import transfers
+from striped_attention.training.errors import UsageError
+from striped_attention.training.step import Program
+from striped_attention.training.trainer import choose, mesh_sizes
+
+_FINE = 16  # the longest length is found to a part of this of the power of two below it
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What a compiler said of a training step. Of one that does not fit only what it needs and what there is."""
+
+    length: int
+    fits: bool
+    seconds: float
+    memory: int | None  # bytes a device at its peak; of what does not fit, as far as the compiler says
+    available: int | None
+    transfers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @property
+    def hidden(self) -> int:
+        return sum(transfer["hidden"] for transfer in self.transfers)
+
+
+def run(config: CompileConfig) -> None:
+    """Compile, print, and write the JSON."""
+    console = rich.console.Console(highlight=False)
+    if config.output is not None and not config.output.absolute().parent.is_dir():
+        raise UsageError(f"--output {config.output} cannot be written: there is no folder {config.output.parent}.")
+    devices = describe(config.topology)
+    first = config.training(parse_length(config.length))
+    sizes = mesh_sizes(first, len(devices))
+    mesh = make_mesh(sizes, devices)
+    documents = config.text == "documents"
+    platform = devices[0].platform
+    kernel = choose(first, sizes, documents, platform)
+    options = {name: str(value) if isinstance(value, pathlib.Path) else value for name, value in vars(config).items()}
+    record = metadata("compile", options, packages=["libtpu"])
+    record |= {"device": devices[0].device_kind, "devices": len(devices), "mesh": sizes, "kernel": kernel}
+
+    def attempt(length: int) -> Compiled:
+        with console.status(f"Compiling {length:,} tokens for {len(devices)} × {devices[0].device_kind} …"):
+            return compile_step(Program(config.training(length), mesh, documents=documents))
+
+    tried = [attempt(first.sequence_length)]
+    if config.longest:
+        tried = _longest(tried[0], attempt, console)
+    best = max((one for one in tried if one.fits), key=lambda one: one.length, default=tried[0])
+    program = Program(config.training(best.length), mesh, documents=documents)
+    work = count_work(program)
+    ring = [[(*d.coords, d.core_on_chip) for d in row] for row in mesh.devices] if platform == "tpu" else []
+    record |= {
+        "layout": repr(program.compute.layout),
+        "parameters": program.model.parameters,
+        "estimated_memory": estimate(program.config, sizes).total_memory,
+        "longest_hop": max((_longest_hop(cells) for cells in ring), default=None),
+        "work": work,
+        "tried": [dataclasses.asdict(one) for one in tried],
+        "result": dataclasses.asdict(best),
+    }
+    for line in _show(config, record, best):
+        console.print(line)
+    if config.output is not None:
+        write(record, config.output)
+        console.print(str(config.output))
+
+
+def compile_step(program: Program) -> Compiled:
+    """Compile a step, and read what came out."""
+    begun = time.perf_counter()
+    length = program.config.sequence_length
+    try:
+        compiled = program.compiled
+    except jax.errors.JaxRuntimeError as error:
+        sizes = re.findall(r"([\d.]+)G\b", str(error).replace("GiB", "G"))
+        if "RESOURCE_EXHAUSTED" not in str(error) or "hbm" not in str(error).lower():
+            raise
+        need, there = (round(float(size) * 2**30) for size in sizes[:2]) if len(sizes) > 1 else (None, None)
+        return Compiled(length, False, time.perf_counter() - begun, need, there)
+    seconds = time.perf_counter() - begun
+    memory = compiled.memory_analysis()
+    sent = [dataclasses.asdict(transfer) for transfer in transfers(compiled.as_text())]
+    return Compiled(length, True, seconds, memory.peak_memory_in_bytes, None, sent)
+
+
+def _longest(first: Compiled, attempt: Any, console: rich.console.Console) -> list[Compiled]:
+    """Double or halve the length until one fits and the next does not, then close in on the longest that does."""
+    tried = [first]
+
+    def fits(length: int) -> bool:
+        tried.append(attempt(length))
+        said = "fits" if tried[-1].fits else "does not fit"
+        console.print(f"{length:,} tokens: {said}{_of_memory(tried[-1])}")
+        return tried[-1].fits
+
+    good, bad = first.length, 2 * first.length
+    if first.fits:
+        while fits(bad):
+            good, bad = bad, 2 * bad
+    else:
+        good, bad = first.length // 2, first.length
+        while not fits(good):
+            good, bad = good // 2, good
+            if good < 1024:
+                raise UsageError(f"Not even {bad:,} tokens fit: use more devices or a smaller model.")
+    step = max(1, 2 ** int(math.log2(good)) // _FINE)
+    while bad - good > step:
+        middle = good + max(1, (bad - good) // (2 * step)) * step
+        good, bad = (middle, bad) if fits(middle) else (good, middle)
+    return tried
+
+
+def count_work(program: Program) -> dict[str, Any]:
+    """Tiles that devices run, step by step, under a causal mask: of the busiest at every step, and over contiguous."""
+    compute, config = program.compute, program.config
+    tile = _tile(program)
+
+    def critical(layout: Layout) -> int:
+        tiles, _ = count_tile_rows(layout, sa.causal(), config.sequence_length, compute.devices, tile)
+        return int(np.sum(np.max(tiles, axis=0)))
+
+    mine, contiguous = critical(compute.layout), critical(sa.contiguous())
+    return {
+        "tile": tile,
+        "busiest_tiles": mine,
+        "busiest_tiles_contiguous": contiguous,
+        "over_contiguous": contiguous / mine,
+        "bound": 2 - 1 / compute.devices,
+    }
+
+
+def _tile(program: Program) -> tuple[int, int]:
+    """The tile that the kernel takes."""
+    config = program.config
+    if config.tile is not None:
+        return (config.tile, config.tile)
+    kernel = choose(config, dict(program.mesh.shape), program.documents, program.platform)
+    if kernel != "pallas_tpu":
+        return default_tile(program.platform)
+    with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
+        return kernel_pallas_tpu.default_tile(program.model.head_dim)
+
+
+def _show(config: CompileConfig, record: dict[str, Any], best: Compiled) -> list[Any]:
+    """What a person reads."""
+    batch = f"{config.batch} × " if config.batch > 1 else ""
+    lines: list[Any] = [
+        f"[bold]{config.preset}[/], {record['parameters']:,} parameters, {batch}{best.length:,} tokens on "
+        f"{record['devices']} × {record['device']} ({config.topology}), {record['layout']}, kernel {record['kernel']}"
+    ]
+    if not best.fits:
+        return [*lines, f"[red]It does not fit{_of_memory(best)}.[/] `--longest` finds what does."]
+    table = rich.table.Table(box=rich.box.SIMPLE, show_header=False)
+    table.add_row("peak memory of a device", gigabytes(best.memory or 0))
+    table.add_row("  estimated by --dry-run", gigabytes(record["estimated_memory"]))
+    table.add_row("transfers hidden behind attention", f"{best.hidden} of {len(best.transfers)}")
+    for transfer in best.transfers:
+        if not transfer["hidden"]:
+            table.add_row("  [yellow]not hidden", f"{transfer['dtype']}, {gigabytes(transfer['bytes'])}")
+    for dtype in sorted({transfer["dtype"] for transfer in best.transfers}):
+        size = max(transfer["bytes"] for transfer in best.transfers if transfer["dtype"] == dtype)
+        table.add_row(f"bytes of a hop, {dtype}", gigabytes(size))
+    if record["longest_hop"] is not None:
+        table.add_row("longest hop on the wire", f"{record['longest_hop']} chip{'s' * (record['longest_hop'] > 1)}")
+    work = record["work"]
+    tile = " × ".join(map(str, work["tile"]))
+    table.add_row(
+        "tiles of the busiest device, causal: contiguous over this", f"{work['over_contiguous']:.2f} ({tile})"
+    )
+    table.add_row("  at most", f"{work['bound']:.2f}")
+    table.add_row("compiled in", f"{best.seconds:.0f} s")
+    return [*lines, table]
+
+
+def _of_memory(one: Compiled) -> str:
+    if one.memory is None:
+        return ""
+    return f": {gigabytes(one.memory)} a device" + (f" of {gigabytes(one.available)}" if one.available else "")
+
+
+def _longest_hop(cells: list[tuple[int, ...]]) -> int:
+    """Between neighbours of a ring, the last and the first too."""
+    closed = zip(cells, [*cells[1:], cells[0]], strict=True)
+    return max(sum(abs(a - b) for a, b in zip(x, y, strict=True)) for x, y in closed)
