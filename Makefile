@@ -5,12 +5,13 @@ CASES ?= 1000
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: help setup demo test test-gpu lint fuzz bench report clean
+.PHONY: help setup demo test test-gpu test-tpu lint fuzz bench report clean
 
 help:
 	@echo "make demo    train a small model on 8 virtual devices, and see what the stripes are worth"
 	@echo "make test    lint, check types, run all tests          (PYTHON=python3.12, JAX=jax==0.11.2 choose versions)"
 	@echo "make test-gpu    the tests that need an NVIDIA GPU      (JAX='jax[cuda13]')"
+	@echo "make test-tpu    compile for TPU pods, on any machine   (installs the extra 'tpu')"
 	@echo "make fuzz    random cases against the oracle           (CASES=10000)"
 	@echo "make bench   layouts and other libraries on this CPU    (installs the extra 'peers', with torch)"
 	@echo "make report  draw the recorded results: report.html, docs/results.md and its figures"
@@ -42,6 +43,10 @@ test: setup lint
 test-gpu: setup
 	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -n 0 tests/test_gpu.py \
 	    --results benchmarks/results/gpu_tests.json
+
+test-tpu: setup
+	$(RUN) -m pip install --quiet --disable-pip-version-check "$(JAX)" -e ".[tpu]"
+	$(RUN) -m pytest tests/test_tpu.py
 
 lint: setup
 	$(VENV)/bin/ruff check .

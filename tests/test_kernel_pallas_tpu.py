@@ -1,0 +1,113 @@
+"""The TPU kernel beyond the contract, in the interpreter: real tiles, rings, what is run, and what is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+import striped_attention as sa
+from striped_attention import kernel_pallas_tpu, pallas_tpu
+from striped_attention.attention import KERNELS, choose_kernel
+from striped_attention.kernel import Block, tile_spans
+from tests.compare import interpreted
+from tests.test_kernel_contract import assert_close, kernel_run, oracle, random_ranges
+
+WHAT = dict(softcap=None, bias=None, mask=sa.causal(), layout=sa.striped(), devices=4, tile=None, padded=False)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_heads_and_tiles_as_models_have_them(dim, dtype):
+    shape = (1, 200, 300, 4, 2, dim)
+    *inputs, dout = wide(shape, dtype)
+    start, end = random_ranges(np.random.default_rng(1), 1, 200, 300)
+    positions = np.arange(200, dtype=np.int32), np.arange(300, dtype=np.int32)
+    with interpreted():
+        actual = kernel_run(KERNELS["pallas_tpu"], (128, 128), inputs, start, end, positions, {}, dout)
+    tolerance = 1e-5 if dtype == "float32" else 2.0**-7  # the inputs' own rounding, and that of probabilities
+    assert_close(actual, oracle(inputs, start, end, positions, {}, dout), tolerance)
+
+
+def wide(shape, dtype="float32"):
+    """q, k, v, weights of a bias, and dout."""
+    batch, queries, keys, heads, kv_heads, dim = shape
+    rng = np.random.default_rng(0)
+    q, dout = rng.standard_normal((2, batch, queries, heads, dim)).astype(dtype)
+    k, v = rng.standard_normal((2, batch, keys, kv_heads, dim)).astype(dtype)
+    return q, k, v, np.zeros((heads, 8), "float32"), dout
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_the_list_is_the_planned_tiles(by_columns):
+    """Every one once, in order, inner ones known; and one step for each row or column that nobody sees, at the end."""
+    rng = np.random.default_rng(0)
+    for queries, keys in [(24, 24), (85, 13), (5, 70)] * 7:
+        start, end = random_ranges(rng, 1, queries, keys)
+        block = Block(jnp.asarray(start), jnp.asarray(end), None, None, tile=(8, 4))
+        q, k = (jnp.zeros((1, 1, n, 8)) for n in (queries, keys))
+        tiles = pallas_tpu._Tiles.of(q, k, block)
+        found = pallas_tpu._list_tiles(tiles, block, by_columns)
+        entries = np.asarray(found.entries)[: int(found.steps)]
+        spans = [x[0] for x in tile_spans(start, end, 8, 4)]
+        wanted = [
+            (row, column, 0 if inner_first <= column < inner_last else 1)
+            for row, (first, inner_first, inner_last, last) in enumerate(zip(*spans, strict=True))
+            for column in range(first, last)
+        ]
+        outer, within, kind = (
+            np.asarray(f(entries)) for f in (pallas_tpu._outer, pallas_tpu._within, pallas_tpu._kind)
+        )
+        listed = list(zip(*((within, outer) if by_columns else (outer, within)), kind, strict=True))
+        assert sorted(listed[: int(found.seen)]) == sorted(wanted)
+        assert (np.diff(outer[: int(found.seen)]) >= 0).all()
+        lines = range(tiles.columns if by_columns else tiles.rows)
+        assert set(outer[int(found.seen) :]) == set(lines) - set(outer[: int(found.seen)])
+        assert (kind[int(found.seen) :] == 2).all()
+
+
+def test_hidden_tiles_are_no_steps_of_the_grid():
+    """Forward and backward take as many steps as there are tiles to run: of 16 tiles of a causal block, 10."""
+    steps = []
+    record = pltpu.InterpretParams(grid_point_recorder=lambda *_: steps.append(1))
+    position = np.arange(64, dtype=np.int32)
+    q, k, v, _, dout = map(jnp.asarray, wide((1, 64, 64, 2, 2, 8)))
+    block = Block(jnp.zeros((1, 64), jnp.int32), jnp.asarray(position[None] + 1), position, position, tile=(16, 16))
+    with pltpu.force_tpu_interpret_mode(record):
+        out, lse = jax.block_until_ready(kernel_pallas_tpu.attend(q)(k, v, block))
+        forward = len(steps)
+        jax.block_until_ready(kernel_pallas_tpu.attend_grad(q, out, lse, dout)(k, v, block))
+    assert forward == 2 * 10
+    assert len(steps) - forward == 2 * 10
+
+
+def test_what_it_cannot_do_is_said():
+    query, key = (jax.ShapeDtypeStruct((1, 1024, heads, 128), jnp.bfloat16) for heads in (8, 2))
+    refuse = lambda query=query, key=key, **what: kernel_pallas_tpu.unsupported(  # noqa: E731
+        query, key, **{**WHAT, "platform": "tpu", **what}
+    )
+    assert refuse() is None
+    assert refuse(mask=sa.sliding_window(7), layout=sa.striped(256), softcap=3.0, padded=True) is None
+    assert refuse(bias=sa.alibi(np.ones(8, np.float32))) is None
+    assert "only alibi" in refuse(bias=sa.relative_bias(np.ones((8, 8), np.float32)))
+    assert "multiples of 128; got (64, 128)" in refuse(tile=(64, 128))
+    assert "It runs on TPUs; this is a cpu." in refuse(platform="cpu")
+    wide = jax.ShapeDtypeStruct((1, 1024, 8, 512), jnp.bfloat16)
+    assert "at most 256; got 512" in refuse(query=wide)
+    half = jax.ShapeDtypeStruct((1, 1024, 8, 128), jnp.float16)
+    assert "computes in bfloat16 or float32; the queries are float16" in refuse(query=half)
+    long = jax.ShapeDtypeStruct((1, 2**20, 8, 128), jnp.bfloat16)
+    assert "at most 250,000 tiles; 1,048,576 tokens" in refuse(query=long, key=long)
+    assert refuse(query=long, key=long, tile=(2048, 4096)) is None
+
+
+def test_auto_takes_it_on_tpus():
+    query, key = (jax.ShapeDtypeStruct((1, 1024, heads, 128), jnp.bfloat16) for heads in (8, 2))
+    documents = sa.documents(np.zeros((1, 4096), np.int32))
+    assert choose_kernel("auto", query, key, **WHAT, platform="tpu") == "pallas_tpu"
+    assert choose_kernel("auto", query, key, **{**WHAT, "mask": documents}, platform="tpu") == "pallas_tpu"
+    assert choose_kernel("auto", query, key, **WHAT, platform="cpu") == "xla"
+    with pytest.raises(
+        NotImplementedError, match=r"Kernel 'pallas_tpu' cannot do this: It runs on TPUs; this is a cpu"
+    ):
+        choose_kernel("pallas_tpu", query, key, **WHAT, platform="cpu")

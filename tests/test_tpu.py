@@ -1,0 +1,139 @@
+"""What needs the TPU's compiler (`make test-tpu`): programs compiled, not only lowered, for pods that are not here."""
+
+import functools
+import importlib.util
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import striped_attention as sa
+from striped_attention import cli, kernel_pallas_tpu
+from striped_attention.compiling.topology import TPUS, describe
+from striped_attention.kernel import Block
+from striped_attention.schedule import transfers
+from striped_attention.training.errors import UsageError
+from tests.test_mesh import hops
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: make test-tpu")
+PODS = {"v4": "v4:2x2x4", "v5e": "v5e:4x4", "v5p": "v5p:2x2x4", "v6e": "v6e:4x4", "tpu7x": "tpu7x:2x2x2"}
+
+pod = functools.cache(describe)
+
+
+def compile_block(devices, dim, dtype="bfloat16", heads=(4, 2), slots=4096, tile=None, alibi=False, softcap=None):
+    """Both passes of the kernel over one block, for the first of the devices."""
+    mesh = Mesh(np.array(devices[:1]), ("one",), axis_types=(AxisType.Auto,))
+    shape = lambda *sizes, dtype: jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec()))  # noqa: E731
+    q, k = (shape(1, slots, n, dim, dtype=dtype) for n in heads)
+    ranges, positions = shape(1, slots, dtype="int32"), shape(slots, dtype="int32")
+
+    def both(q, k, v, dout, start, end, positions):
+        bias = sa.alibi(jnp.ones(heads[0])) if alibi else None
+        block = Block(start, end, positions, positions, bias, scale=0.1, softcap=softcap, tile=tile)
+        out, lse = kernel_pallas_tpu.attend(q)(k, v, block)
+        return out, kernel_pallas_tpu.attend_grad(q, out, lse, dout)(k, v, block)
+
+    with jax.set_mesh(mesh):
+        return jax.jit(both).lower(q, k, k, q, ranges, ranges, positions).compile()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("kind", TPUS)
+def test_the_kernel_compiles_for_every_generation(kind, dim):
+    program = compile_block(pod(PODS[kind]), dim).as_text()
+    assert program.count('custom_call_target="tpu_custom_call"') == 2
+    assert "striped_attention_forward" in program
+    assert "striped_attention_backward" in program
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(dim=128, dtype="float32"),
+        dict(dim=256, dtype="float32", alibi=True, softcap=3.0),
+        dict(dim=128, alibi=True, softcap=3.0),
+        dict(dim=100, heads=(8, 1)),
+        dict(dim=128, slots=3000),
+        dict(dim=128, tile=(256, 512), heads=(4, 4)),
+        dict(dim=128, slots=262_144, heads=(1, 1)),
+    ],
+    ids=str,
+)
+def test_the_kernel_compiles_with_every_option(options):
+    """For a v4, which has the least memory for tiles."""
+    compile_block(pod(PODS["v4"]), **options)
+
+
+@pytest.mark.parametrize("name", [*PODS.values(), "v4:4x4x4", "v5e:8x16", "v5p:4x4x8"])
+def test_rings_follow_the_torus(name):
+    chips = pod(name)
+    mesh = sa.make_mesh({"data": 1, "sequence": len(chips)}, chips)
+    assert max(hops([(*chip.coords, chip.core_on_chip) for chip in mesh.devices.flat])) == 1
+
+
+@pytest.mark.parametrize("layout", [sa.striped(1024), sa.striped(1), sa.zigzag(), sa.contiguous()], ids=str)
+def test_every_transfer_of_a_ring_of_16_is_hidden(layout):
+    """Keys and values, and their gradients, forward and backward: attention runs while they are on their way."""
+    mesh = sa.make_mesh({"sequence": 16}, pod(PODS["v4"]))
+    spec = PartitionSpec(None, "sequence", None, None)
+    x = jax.ShapeDtypeStruct((1, 262_144, 16, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    def both(q, k, v, dout):
+        attend = functools.partial(sa.attention, mesh=mesh, axis_name="sequence", layout=layout, mask=sa.causal())
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, pull(dout)
+
+    sent = transfers(jax.jit(both).lower(x, x, x, x).compile().as_text())
+    assert {transfer.dtype for transfer in sent} == {"bf16", "f32"}
+    assert [transfer for transfer in sent if not transfer.hidden] == []
+
+
+@pytest.mark.parametrize("preset", ["1b", "3b"])
+def test_the_papers_configuration_fits(preset, tmp_path, capsys):
+    """16 v4 chips of 32 GB, 786,432 tokens: compiles, fits, and hides its transfers; counted work as expected."""
+    command = (
+        f"compile --topology v4:2x2x4 --preset {preset} --length 786432 --text whole --output {tmp_path}/said.json"
+    )
+    assert cli.main(command.split()) == 0
+    said = json.loads((tmp_path / "said.json").read_text())
+    result = said["result"]
+    assert result["fits"]
+    assert result["memory"] < 32e9
+    assert all(transfer["hidden"] for transfer in result["transfers"])
+    assert said["kernel"] == "pallas_tpu"
+    assert said["longest_hop"] == 1
+    assert 1.85 < said["work"]["over_contiguous"] <= said["work"]["bound"] == 2 - 1 / 16
+    assert "18 of 18" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_said_and_what_does_is_found(tmp_path, capsys):
+    command = "compile --topology v5e:2x2 --preset 1b --length 1M --chunk 512"
+    assert cli.main(command.split()) == 0
+    assert "does not fit" in capsys.readouterr().out
+    command = f"compile --topology v5e:2x2 --preset debug --length 4M --longest --output {tmp_path}/said.json"
+    assert cli.main(command.split()) == 0
+    said = json.loads((tmp_path / "said.json").read_text())
+    fitting = [one["length"] for one in said["tried"] if one["fits"]]
+    others = [one["length"] for one in said["tried"] if not one["fits"]]
+    assert said["result"]["length"] == max(fitting) < min(others) <= max(fitting) * (1 + 1 / 8)
+
+
+@pytest.mark.parametrize("name", ["v4:3x5x7", "cuda:1x1x8"])
+def test_pods_that_do_not_exist(name):
+    with pytest.raises(UsageError, match=f"--topology {name} cannot be compiled for here: "):
+        describe(name)
+
+
+def test_rings_of_interpreted_tpus():
+    """`attention` on 4 devices: masks, layouts, options and odd lengths."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.interpreted_rings"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "no races"
