@@ -69,11 +69,15 @@ def test_the_list_is_the_planned_tiles(by_columns):
 def test_hidden_tiles_are_no_steps_of_the_grid():
     """Forward and backward take as many steps as there are tiles to run: of 16 tiles of a causal block, 10."""
     steps = []
-    record = pltpu.InterpretParams(grid_point_recorder=lambda *_: steps.append(1))
+
+    def record(token, point, core):
+        steps.append((point, core))
+        return token
+
     position = np.arange(64, dtype=np.int32)
     q, k, v, _, dout = map(jnp.asarray, wide((1, 64, 64, 2, 2, 8)))
     block = Block(jnp.zeros((1, 64), jnp.int32), jnp.asarray(position[None] + 1), position, position, tile=(16, 16))
-    with pltpu.force_tpu_interpret_mode(record):
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(grid_point_recorder=record)):
         out, lse = jax.block_until_ready(kernel_pallas_tpu.attend(q)(k, v, block))
         forward = len(steps)
         jax.block_until_ready(kernel_pallas_tpu.attend_grad(q, out, lse, dout)(k, v, block))
