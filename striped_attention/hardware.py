@@ -109,9 +109,8 @@ _XLA_GPU = Rates(
 _XLA_TPU = dataclasses.replace(_XLA_GPU, known="assumed to be as on an H200, not measured")
 # Fitted to benchmarks/results/cpu_balance.json and cpu_balance_8192.json, as above.
 _XLA_CPU = Rates((256, 256), Rate(0.611), Rate(0.738), "measured on a core of an AMD EPYC")
-# Instructions of a tile that everybody sees, in the program compiled for a v4, and what its products alone would take:
-# benchmarks/results/tpu_instructions.json. What happens between tiles, and in memory, is not in it.
-_PALLAS_TPU = Rates((512, 1024), Rate(0.53), Rate(0.86), "counted in the program for a v4, not measured", lanes=128)
+# Nothing was measured on a TPU; fused kernels of others reach about as much of a chip's peak.
+_PALLAS_TPU = Rates((512, 1024), Rate(0.5), Rate(0.5), "assumed, not measured", lanes=128)
 RATES = {
     ("gpu", "cudnn"): _CUDNN,
     ("gpu", "xla"): _XLA_GPU,

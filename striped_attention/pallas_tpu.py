@@ -206,6 +206,7 @@ def forward(q: Array, k: Array, v: Array, block: Block, *, memory: int | None) -
             _float32((batch, heads, 1, tiles.rows * tiles.tile_q), q),
         ],
         compiler_params=_parameters(3, memory),
+        cost_estimate=_cost(2, q, k),
         name="striped_attention_forward",
     )(todo.entries, *arrays)
     return out[..., : tiles.queries], lse[:, :, 0, : tiles.queries]
@@ -220,6 +221,13 @@ def _parameters(dimensions: int, memory: int | None) -> pltpu.CompilerParams:
     """Sequences and heads may go to different cores; tiles go one after the other."""
     kinds = (pltpu.PARALLEL, pltpu.PARALLEL, *[pltpu.ARBITRARY] * (dimensions - 2))
     return pltpu.CompilerParams(dimension_semantics=kinds, vmem_limit_bytes=memory)
+
+
+def _cost(products: int, q: Array, k: Array) -> pl.CostEstimate:
+    """What a compiler that looks for work to hide transfers behind is told: a causal block."""
+    pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] // 2
+    arrays = 2 * products * (q.size + k.size)
+    return pl.CostEstimate(flops=2 * products * pairs * q.shape[3], transcendentals=pairs, bytes_accessed=arrays)
 
 
 def _float32(shape: tuple[int, ...], like: Array) -> jax.ShapeDtypeStruct:
@@ -321,6 +329,7 @@ def backward(
         out_shape=out_shape,
         input_output_aliases={2 + len(arrays): 0},
         compiler_params=_parameters(4, memory),
+        cost_estimate=_cost(5, q, k),
         name="striped_attention_backward",
     )(todo.entries, todo.seen[None], *arrays, blank)
     dslopes = jnp.sum(dslopes[0], axis=-1) if dslopes else None

@@ -77,7 +77,7 @@ BAD_CALLS = {
     ),
     "a boolean mask": ({"mask": np.ones((16, 16), bool)}, r"mask must be made by causal\(\).*got ndarray"),
     "a layout's name": ({"layout": "striped"}, r"layout must be striped\(\), .*got 'striped'"),
-    "an unknown kernel": ({"kernel": "fast"}, r"kernel must be one of \['auto', 'cudnn', 'xla'\]; got 'fast'"),
+    "an unknown kernel": ({"kernel": "fast"}, r"kernel must be one of .*'pallas_tpu', 'xla'\]; got 'fast'"),
     "a tile of 0": ({"tile": 0}, r"tile must be .*got 0"),
     "a tile of half": ({"tile": 0.5}, r"tile must be .*got 0.5"),
     "a tile of three": ({"tile": (8, 8, 8)}, r"tile must be .*got \(8, 8, 8\)"),

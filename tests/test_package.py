@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PUBLIC = {
     "contiguous", "striped", "zigzag", "causal", "full", "sliding_window", "documents", "prefix", "attention",
-    "attention_shard", "alibi", "relative_bias", "Partial", "merge", "plan",
+    "attention_shard", "alibi", "relative_bias", "Partial", "merge", "plan", "make_mesh",
     "KVCache", "decode_attention", "prefill_attention",
 }  # fmt: skip
 
@@ -32,7 +32,7 @@ def run(code, **environment):
 def test_the_public_surface():
     names = set(json.loads(run("import json, striped_attention as sa; print(json.dumps(dir(sa)))")))
     modules = {"attention", "bias", "cudnn", "kernel", "kernel_cudnn", "kernel_xla", "layout", "mask", "ring"}
-    modules |= {"cache", "cached_attention", "kernel_few"}
+    modules |= {"cache", "cached_attention", "kernel_few", "kernel_pallas_tpu", "mesh"}
     modules |= {"cost", "count", "hardware", "model", "parallel", "rotary", "timeline"}  # what a plan is made of
     assert {name for name in names if not name.startswith("_")} == PUBLIC | modules
 
