@@ -18,6 +18,8 @@ blocks it prepares in the first.
   kernel cannot do, or None. It looks only at the shapes and dtypes of q and k. Nobody ignores an option. `platform` is
   where it is to run, None somewhere where it does.
 * `FULL_OUT` says whether `attend_grad` makes use of an `out` with more digits than q has.
+* `SUMS_LAST` says whether dk and dv are added up only when the next k and v are there. XLA for TPUs would else find that
+  sum long enough to hide a transfer behind, and begin it after attention instead of before.
 
 Because the ranges are monotone, a row of tiles needs the key tiles from the first key that one of its queries sees to
 the last one: `tile_spans`. Kernels run these tiles and no others; the plan counts them with the same function.
@@ -118,6 +120,7 @@ class Kernel(Protocol):
     """What the module of a kernel has."""
 
     FULL_OUT: bool
+    SUMS_LAST: bool
     attend: Callable[..., Callable[..., Partial]]
     attend_grad: Callable[..., Callable[..., tuple[Array, Array, Array, Bias | None]]]
     unsupported: Callable[..., str | None]

@@ -33,6 +33,7 @@ from striped_attention.layout import Layout, contiguous
 from striped_attention.mask import Mask
 
 FULL_OUT = False
+SUMS_LAST = False
 _DTYPES = ("bfloat16", "float16")
 _LARGE = 1e30  # log-sum-exp of a blank row: no key has any weight
 

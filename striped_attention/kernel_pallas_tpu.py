@@ -21,6 +21,7 @@ from striped_attention.layout import Layout
 from striped_attention.mask import Mask
 
 FULL_OUT = True
+SUMS_LAST = True
 _DTYPES = ("bfloat16", "float32")
 _LANES = 128  # sides of tiles are multiples of them
 _LIST = 250_000  # tiles whose list fits into a TPU's scalar memory, 1 MiB

@@ -24,6 +24,7 @@ from striped_attention.bias import Bias
 from striped_attention.kernel import Block, Partial, Spans, accumulator, tile_spans
 
 FULL_OUT = True
+SUMS_LAST = False
 CPU_TILE = (256, 256)  # queries × keys: 256 KiB of float32 scores, which a core's second-level cache holds
 ACCELERATOR_TILE = (1024, 1024)  # fewer, larger steps, for each is a handful of kernels to launch
 

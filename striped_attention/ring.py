@@ -188,7 +188,10 @@ def _backward(ring: Ring, residuals: Any, dout: Array) -> Any:
         sent = None if places is None else ring.send(kv, places)
         arrived = None if came is None else ring.send(travel, came)
         dq, dk, dv, dbias = attend_grad(*kv, block(offset))
-        return _after(sent, dq), _add(stay, (dq, dbias)), _add(arrived, (dk, dv))
+        sent, part = _after(sent, dq), (dk, dv)
+        if ring.kernel.SUMS_LAST and sent is not None and arrived is not None:
+            part = _after(part, sent[0])
+        return sent, _add(stay, (dq, dbias)), _add(arrived, part)
 
     def loop(carry: Any, offset: Any, run: _Run) -> Any:
         kv, stay, travel = carry
