@@ -18,8 +18,8 @@ blocks it prepares in the first.
   kernel cannot do, or None. It looks only at the shapes and dtypes of q and k. Nobody ignores an option. `platform` is
   where it is to run, None somewhere where it does.
 * `FULL_OUT` says whether `attend_grad` makes use of an `out` with more digits than q has.
-* `SUMS_LAST` says whether dk and dv are added up only when the next k and v are there. XLA for TPUs would else find that
-  sum long enough to hide a transfer behind, and begin it after attention instead of before.
+* `SUMS_LAST` says whether dk and dv are added up only when the next k and v are there. XLA for TPUs would else take the
+  sum for work to hide a transfer behind, and begin it after attention instead of before.
 
 Because the ranges are monotone, a row of tiles needs the key tiles from the first key that one of its queries sees to
 the last one: `tile_spans`. Kernels run these tiles and no others; the plan counts them with the same function.

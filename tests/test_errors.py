@@ -227,7 +227,7 @@ def test_attention_inside_shard_map_points_to_attention_shard():
 class NoSoftcap:
     """A kernel with a limit."""
 
-    FULL_OUT = True
+    FULL_OUT, SUMS_LAST = True, False
     attend, attend_grad = staticmethod(kernel_xla.attend), staticmethod(kernel_xla.attend_grad)
 
     @staticmethod
