@@ -28,7 +28,10 @@ _LIST = 250_000  # tiles whose list fits into a TPU's scalar memory, 1 MiB
 
 
 class _Chip(NamedTuple):
-    """What a generation of TPUs is good at: queries × keys of a tile, and the vector memory that takes (None: all)."""
+    """What suits a generation of TPUs: queries × keys of a tile, and the vector memory it may use.
+
+    None is what the compiler gives.
+    """
 
     tile: tuple[int, int]
     memory: int | None
@@ -48,7 +51,11 @@ def _chip() -> _Chip:
 
 def default_tile(dim: int) -> tuple[int, int]:
     """Queries × keys of a tile for heads of a dimension, if nobody asks for another."""
-    queries, keys = _chip().tile
+    return _tile_of(_chip(), dim)
+
+
+def _tile_of(chip: _Chip, dim: int) -> tuple[int, int]:
+    queries, keys = chip.tile
     return (queries, keys) if dim <= 128 else (queries, min(queries, keys))
 
 
@@ -74,7 +81,7 @@ def unsupported(
         return "It has no bias by a table, as relative_bias makes it, only alibi."
     if tile is not None and any(n % _LANES for n in tile):
         return f"It needs tiles whose sides are multiples of {_LANES}; got {tile}."
-    sides = tile or _SMALL.tile  # at least so large
+    sides = tile or _tile_of(_SMALL, q.shape[-1])  # those of others are larger
     sizes = [-(-x.shape[1] // side) for x, side in zip((q, k), sides, strict=True)]
     if math.prod(sizes) > _LIST or max(sizes) > 2**14 - 2:  # see `_entry` in pallas_tpu.py
         return f"It lists at most {_LIST:,} tiles; {q.shape[1]:,} tokens a device with tiles of {sides} have more."

@@ -8,8 +8,8 @@ along one edge and snakes back through the rest; on a grid of 4 × 4, numbered i
      2   9   8   7
      3   4   5   6
 
-So every hop, the one that closes the ring too, is to a chip next door, if one side of the grid is even. If none is,
-every second chip is visited on the way out and the others on the way back: no hop is longer than two.
+So every hop, the one that closes the ring too, is to a chip next door, if one side of the grid is even. If none is, or
+on a line, every second chip is visited on the way out and the others on the way back: no hop is longer than two.
 """
 
 import math
@@ -31,11 +31,11 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Me
     devices = jax.devices() if devices is None else devices
     names, shape = tuple(sizes), tuple(sizes.values())
     types = (AxisType.Auto,) * len(names)
+    if math.prod(shape) != len(devices):
+        raise ValueError(f"A mesh of {sizes} needs {math.prod(shape)} devices; got {len(devices)}.")
     cells = _cells(devices)
     if cells is None:
         return jax.make_mesh(shape, names, types, devices=devices)
-    if math.prod(shape) != len(devices):
-        raise ValueError(f"A mesh of {sizes} needs {math.prod(shape)} devices; got {len(devices)}.")
     at = dict(zip(cells, devices, strict=True))
     order = [cell for ring in rings(tuple(max(x) + 1 for x in zip(*cells, strict=True)), shape[-1]) for cell in ring]
     placed = np.empty(len(order), object)
@@ -44,15 +44,15 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Me
 
 
 def rings(grid: tuple[int, ...], size: int) -> list[list[Cell]]:
-    """The cells of a grid as rings of that size. Each is a block of the grid, if it can be cut so."""
-    count, block = math.prod(grid) // size, list(grid)
-    for factor in _factors(count):
+    """The cells of a grid as rings of that size, each a block of the grid.
+
+    The first side of the grid counts slices, between which wires are slow: rings keep to one as far as they can.
+    """
+    block = list(grid)
+    for factor in _factors(math.prod(grid) // size):
         fitting = [i for i, side in enumerate(block) if side % factor == 0]
-        if not fitting:
-            path = _snake(grid)
-            return [path[i : i + size] for i in range(0, len(path), size)]
-        longest = max(fitting, key=lambda i: block[i])
-        block[longest] //= factor
+        cut = max(fitting, key=lambda i: (i == 0, block[i]))
+        block[cut] //= factor
     ring = _ring(tuple(block))
     corners = np.ndindex(*(side // part for side, part in zip(grid, block, strict=True)))
     move = lambda corner, cell: tuple(c * b + x for c, b, x in zip(corner, block, cell, strict=True))  # noqa: E731
@@ -81,8 +81,8 @@ def _snake(grid: tuple[int, ...]) -> list[Cell]:
 
 
 def _cells(devices: Sequence[Any]) -> list[Cell] | None:
-    """Where each device is: slice, chip, core. None if they say nothing of it, or do not fill a grid."""
-    if not all(hasattr(device, "coords") for device in devices):
+    """Where each device is: slice, chip, core. None if they are no TPUs, or do not fill a grid."""
+    if not all(device.platform == "tpu" for device in devices):
         return None
     place = lambda d: (getattr(d, "slice_index", None) or 0, *d.coords, getattr(d, "core_on_chip", 0))  # noqa: E731
     places = np.array([place(device) for device in devices])

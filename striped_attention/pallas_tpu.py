@@ -265,7 +265,7 @@ def _forward_step(tiles: _Tiles, entries: Any, q: Any, k: Any, v: Any, start: An
     @pl.when(_outer(entries[step + 1]) != row)
     def finish() -> None:
         out[0, 0] = acc[...] / jnp.where(total[...] == 0, 1, total[...])
-        lse[0, 0] = top[...] + jnp.log(total[...])
+        lse[0, 0] = jnp.where(total[...] == 0, -jnp.inf, top[...] + jnp.log(total[...]))
 
 
 @functools.partial(jax.jit, static_argnames="memory")

@@ -7,6 +7,7 @@ attention makes (or as exact as float32, where plain attention happens to make n
 import contextlib
 import dataclasses
 import functools
+import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
@@ -69,13 +70,21 @@ class Shape:
 
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
-    """TPU kernels run on the CPU: memory that nobody has written is NaN, and races raise."""
+    """TPU kernels run on the CPU: memory that nobody has written is NaN, and races of any kernel raise."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter  # where it says what it found
 
-    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")):
+    found: list[Any] = []
+    make = interpreter.RaceDetectionState  # a new one for every kernel
+
+    def watch(**what: Any) -> Any:
+        found.append(make(**what))
+        return found[-1]
+
+    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
+    with unittest.mock.patch.object(interpreter, "RaceDetectionState", watch), pltpu.force_tpu_interpret_mode(params):
         yield
-    assert interpreter.races is not None, "nothing was interpreted"
-    assert not interpreter.races.races_found
+    assert found, "nothing was interpreted"
+    assert not any(races.races_found for races in found)
 
 
 def mesh_of(devices: int, name: str = "sequence") -> jax.sharding.Mesh:

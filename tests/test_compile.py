@@ -6,7 +6,9 @@ import rich.console
 from striped_attention import cli
 from striped_attention.compiling import command
 from striped_attention.compiling.command import Compiled
+from striped_attention.compiling.config import CompileConfig
 from striped_attention.compiling.topology import describe
+from striped_attention.plan_command import parse_length
 from striped_attention.training.errors import UsageError
 
 
@@ -48,7 +50,7 @@ def test_the_longest_length_is_found(first, most):
 
     def attempt(length):
         tried.append(length)
-        return Compiled(length, length <= most, 0.0, length, None)
+        return Compiled(length, "xla", length <= most, 0.0, length)
 
     found = command._longest(attempt(first), attempt, rich.console.Console(quiet=True))
     best = max(one.length for one in found if one.fits)
@@ -57,7 +59,35 @@ def test_the_longest_length_is_found(first, most):
     assert len(tried) == len(set(tried)) < 24
 
 
+def test_what_compilers_say_of_memory():
+    """Words of XLA's."""
+    giga = 2**30
+    for said, wanted in [
+        ("memory required for HLO temporaries (71.01G) exceeds available HBM (30.75G).", (71.01 * giga, 30.75 * giga)),
+        ("Ran out of memory in memory space hbm. Used 3.00T of 15.75G hbm.", (3072 * giga, 15.75 * giga)),
+        ("Out of memory.", (None, None)),
+    ]:
+        assert command._need(said) == tuple(None if n is None else round(n) for n in wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(length="8"), "--length must be at least the 16 devices of a ring; got 8."),
+        (dict(length="4g"), "Positions are int32, so a length may be at most"),
+        (dict(mesh="data=2,sequence=4"), "needs 8 devices, but there are 16"),
+        (dict(mesh="data=2,sequence=8", batch=3), "--batch must be a multiple of data=2; got 3."),
+        (dict(mesh="rows=2"), "The mesh must be written like"),
+    ],
+    ids=str,
+)
+def test_meshes_that_do_not_fit_the_pod(options, message):
+    config = CompileConfig(topology="v4:2x2x4", **options)
+    with pytest.raises(UsageError, match=message):
+        command._sizes(config, parse_length(config.length), 16)
+
+
 def test_nothing_fits():
-    attempt = lambda length: Compiled(length, False, 0.0, None, None)  # noqa: E731
+    attempt = lambda length: Compiled(length, "xla", False, 0.0, None)  # noqa: E731
     with pytest.raises(UsageError, match=r"Not even 1,024 tokens fit: use more devices or a smaller model\."):
         command._longest(attempt(4096), attempt, rich.console.Console(quiet=True))

@@ -102,7 +102,8 @@ def test_what_it_cannot_do_is_said():
     assert "computes in bfloat16 or float32; the queries are float16" in refuse(query=half)
     long = jax.ShapeDtypeStruct((1, 2**20, 8, 128), jnp.bfloat16)
     assert "at most 250,000 tiles; 1,048,576 tokens" in refuse(query=long, key=long)
-    assert refuse(query=long, key=long, tile=(2048, 4096)) is None
+    wide = jax.ShapeDtypeStruct((1, 360_448, 8, 256), jnp.bfloat16)
+    assert "tiles of (512, 512) have more" in refuse(query=wide, key=wide)
 
 
 def test_auto_takes_it_on_tpus():

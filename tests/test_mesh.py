@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import Mesh
 
 import striped_attention as sa
 from striped_attention.mesh import rings
@@ -29,13 +30,12 @@ def test_a_ring_goes_through_every_cell_of_a_grid_by_single_steps(grid):
 @pytest.mark.parametrize(
     ("grid", "size", "longest"),
     [
-        ((2, 2, 4), 8, 1),
-        ((4, 4), 4, 1),
-        ((4, 4, 4), 16, 1),
-        ((3, 4), 6, 1),
-        ((4, 4), 2, 1),
-        ((8, 16), 32, 1),
-        ((9,), 3, 2),
+        ((1, 2, 2, 4), 8, 1),
+        ((1, 4, 4), 4, 1),
+        ((1, 4, 4, 4), 16, 1),
+        ((1, 3, 4), 6, 1),
+        ((1, 4, 4), 2, 1),
+        ((1, 9), 3, 2),
     ],
 )
 def test_several_rings_are_blocks_of_the_grid(grid, size, longest):
@@ -45,9 +45,10 @@ def test_several_rings_are_blocks_of_the_grid(grid, size, longest):
     assert max(hop for ring in found for hop in hops(ring)) == longest
 
 
-def test_a_grid_that_cannot_be_cut_is_walked_through():
-    found = rings((3, 3), 1)
-    assert sorted(ring[0] for ring in found) == sorted(np.ndindex(3, 3))
+@pytest.mark.parametrize(("slices", "size", "held"), [(2, 16, 1), (2, 8, 1), (4, 16, 1), (4, 32, 2)])
+def test_rings_keep_to_a_slice(slices, size, held):
+    for ring in rings((slices, 4, 4), size):
+        assert len({slice_ for slice_, *_ in ring}) == held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,12 @@ def test_a_mesh_needs_all_devices_and_no_others():
         sa.make_mesh({"data": 2, "sequence": 4}, pod(4, 4))
 
 
-def test_other_devices_stay_as_jax_orders_them():
+def test_other_devices_stay_as_jax_orders_them(monkeypatch):
     mesh = sa.make_mesh({"data": 2, "sequence": 4})
     assert mesh.devices.tolist() == jax.make_mesh((2, 4), ("data", "sequence")).devices.tolist()
     assert sa.make_mesh({"sequence": 3}, jax.devices()[:3]).size == 3
+    with pytest.raises(ValueError, match=r"A mesh of {'sequence': 2} needs 2 devices; got 8\."):
+        sa.make_mesh({"sequence": 2})
+    monkeypatch.setattr(jax, "make_mesh", lambda *_, devices, **__: Mesh(np.array(devices), ("sequence",)))
+    gpus = [dataclasses.replace(chip, platform="gpu") for chip in pod(8)]  # they have coordinates too
+    assert sa.make_mesh({"sequence": 8}, gpus).devices.tolist() == gpus

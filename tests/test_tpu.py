@@ -118,6 +118,7 @@ def test_the_papers_larger_model(tmp_path, capsys):
     _, said = compile_step(capsys, tmp_path, options)
     assert said["result"]["fits"]
     assert said["result"]["memory"] < 32e9
+    assert all(transfer["hidden"] for transfer in said["result"]["transfers"])
 
 
 def test_what_does_not_fit_is_said(tmp_path, capsys):
@@ -125,6 +126,12 @@ def test_what_does_not_fit_is_said(tmp_path, capsys):
     assert "It does not fit: " in out
     assert not said["result"]["fits"]
     assert said["result"]["memory"] > said["result"]["available"] > 14e9
+
+
+def test_tiles_that_are_too_large_are_said(capsys):
+    assert cli.main("compile --topology v4:2x2x4 --preset 1b --length 64k --tile 1024".split()) == 2
+    wanted = "striped: The tiles do not fit into a chip's vector memory: try --tile 128.\n"
+    assert capsys.readouterr().err.endswith(wanted)
 
 
 @pytest.mark.parametrize("name", ["v4:3x5x7", "cuda:1x1x8"])

@@ -20,15 +20,17 @@ from striped_attention.compiling.config import CompileConfig
 from striped_attention.compiling.topology import describe
 from striped_attention.cost import estimate, gigabytes
 from striped_attention.count import count_tile_rows
-from striped_attention.kernel_xla import default_tile
+from striped_attention.hardware import RATES
 from striped_attention.layout import Layout
 from striped_attention.mesh import make_mesh
+from striped_attention.parallel import AXES, check_devices, parse_mesh
 from striped_attention.plan_command import parse_length
 from striped_attention.schedule import transfers
 from striped_attention.training.errors import UsageError
 from striped_attention.training.step import Program
-from striped_attention.training.trainer import choose, mesh_sizes
+from striped_attention.training.trainer import choose
 
+_LANES = 128  # the smallest side of a tile
 _FINE = 16  # the longest length is found to a part of this of the power of two below it
 
 
@@ -37,10 +39,11 @@ class Compiled:
     """What a compiler said of a training step. Of one that does not fit only what it needs and what there is."""
 
     length: int
+    kernel: str
     fits: bool
     seconds: float
     memory: int | None  # bytes a device at its peak; of what does not fit, as far as the compiler says
-    available: int | None
+    available: int | None = None
     transfers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
@@ -53,37 +56,27 @@ def run(config: CompileConfig) -> None:
     console = rich.console.Console(highlight=False)
     if config.output is not None and not config.output.absolute().parent.is_dir():
         raise UsageError(f"--output {config.output} cannot be written: there is no folder {config.output.parent}.")
-    devices = describe(config.topology)
-    first = config.training(parse_length(config.length))
-    sizes = mesh_sizes(first, len(devices))
-    mesh = make_mesh(sizes, devices)
-    documents = config.text == "documents"
-    platform = devices[0].platform
-    kernel = choose(first, sizes, documents, platform)
+    devices, length = describe(config.topology), parse_length(config.length)
+    if config.longest and devices[0].platform != "tpu":
+        raise UsageError("--longest is for TPUs: only their compiler says what does not fit.")
+    mesh = make_mesh(_sizes(config, length, len(devices)), devices)
     options = {name: str(value) if isinstance(value, pathlib.Path) else value for name, value in vars(config).items()}
     record = metadata("compile", options, packages=["libtpu"])
-    record |= {"device": devices[0].device_kind, "devices": len(devices), "mesh": sizes, "kernel": kernel}
+    record |= {"device": devices[0].device_kind, "devices": len(devices), "mesh": dict(mesh.shape)}
+
+    def program(length: int) -> Program:
+        return Program(config.training(length), mesh, documents=config.text == "documents")
 
     def attempt(length: int) -> Compiled:
         with console.status(f"Compiling {length:,} tokens for {len(devices)} × {devices[0].device_kind} …"):
-            return compile_step(Program(config.training(length), mesh, documents=documents))
+            return compile_step(program(length))
 
-    tried = [attempt(first.sequence_length)]
+    tried = [attempt(length)]
     if config.longest:
         tried = _longest(tried[0], attempt, console)
     best = max((one for one in tried if one.fits), key=lambda one: one.length, default=tried[0])
-    program = Program(config.training(best.length), mesh, documents=documents)
-    work = count_work(program)
-    ring = [[(*d.coords, d.core_on_chip) for d in row] for row in mesh.devices] if platform == "tpu" else []
-    record |= {
-        "layout": repr(program.compute.layout),
-        "parameters": program.model.parameters,
-        "estimated_memory": estimate(program.config, sizes).total_memory,
-        "longest_hop": max((_longest_hop(cells) for cells in ring), default=None),
-        "work": work,
-        "tried": [dataclasses.asdict(one) for one in tried],
-        "result": dataclasses.asdict(best),
-    }
+    record |= _facts(program(best.length), best)
+    record |= {"tried": [dataclasses.asdict(one) for one in tried], "result": dataclasses.asdict(best)}
     for line in _show(config, record, best):
         console.print(line)
     if config.output is not None:
@@ -91,22 +84,60 @@ def run(config: CompileConfig) -> None:
         console.print(str(config.output))
 
 
+def _sizes(config: CompileConfig, length: int, devices: int) -> dict[str, int]:
+    """Sizes of the mesh's axes."""
+    try:
+        sizes = parse_mesh(config.mesh or f"{AXES.sequence}={devices}")
+        check_devices(sizes, devices)
+        sa.zigzag().padded_length(length, devices)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if length < sizes[AXES.sequence]:
+        raise UsageError(f"--length must be at least the {sizes[AXES.sequence]} devices of a ring; got {length}.")
+    if config.batch % sizes[AXES.batch]:
+        raise UsageError(f"--batch must be a multiple of {AXES.batch}={sizes[AXES.batch]}; got {config.batch}.")
+    return sizes
+
+
+def _facts(program: Program, best: Compiled) -> dict[str, Any]:
+    """What is known of a step without a compiler."""
+    sizes, tpu = dict(program.mesh.shape), program.platform == "tpu"
+    rings = [[(*d.coords, d.core_on_chip) for d in row] for row in program.mesh.devices] if tpu else []
+    return {
+        "layout": repr(program.compute.layout),
+        "kernel": best.kernel,
+        "parameters": program.model.parameters,
+        "estimated_memory": estimate(program.config, sizes).total_memory,
+        "longest_hop": max((_longest_hop(cells) for cells in rings), default=None),
+        "work": count_work(program, best.kernel),
+    }
+
+
 def compile_step(program: Program) -> Compiled:
     """Compile a step, and read what came out."""
-    begun = time.perf_counter()
-    length = program.config.sequence_length
+    kernel = choose(program.config, dict(program.mesh.shape), program.documents, program.platform)
+    length, begun = program.config.sequence_length, time.perf_counter()
     try:
         compiled = program.compiled
     except jax.errors.JaxRuntimeError as error:
-        sizes = re.findall(r"([\d.]+)G\b", str(error).replace("GiB", "G"))
-        if "RESOURCE_EXHAUSTED" not in str(error) or "hbm" not in str(error).lower():
+        said = str(error).lower()
+        if "resource_exhausted" in said and ("vmem" in said or "smem" in said):
+            raise UsageError(f"The tiles do not fit into a chip's vector memory: try --tile {_LANES}.") from error
+        if "resource_exhausted" not in said or "hbm" not in said:
             raise
-        need, there = (round(float(size) * 2**30) for size in sizes[:2]) if len(sizes) > 1 else (None, None)
-        return Compiled(length, False, time.perf_counter() - begun, need, there)
+        return Compiled(length, kernel, False, time.perf_counter() - begun, *_need(str(error)))
     seconds = time.perf_counter() - begun
-    memory = compiled.memory_analysis()
     sent = [dataclasses.asdict(transfer) for transfer in transfers(compiled.as_text())]
-    return Compiled(length, True, seconds, memory.peak_memory_in_bytes, None, sent)
+    return Compiled(length, kernel, True, seconds, compiled.memory_analysis().peak_memory_in_bytes, None, sent)
+
+
+def _need(message: str) -> tuple[int | None, int | None]:
+    """Bytes that a program needs and those that there are, from the compiler's words."""
+    found = re.search(r"([\d.]+)([KMGT])i?B?\b\D*(?:of|exceeds)\D*([\d.]+)([KMGT])", message)
+    if found is None:
+        return None, None
+    size = {unit: 2 ** (10 * power) for power, unit in enumerate("KMGT", 1)}
+    return round(float(found[1]) * size[found[2]]), round(float(found[3]) * size[found[4]])
 
 
 def _longest(first: Compiled, attempt: Any, console: rich.console.Console) -> list[Compiled]:
@@ -136,10 +167,10 @@ def _longest(first: Compiled, attempt: Any, console: rich.console.Console) -> li
     return tried
 
 
-def count_work(program: Program) -> dict[str, Any]:
+def count_work(program: Program, kernel: str) -> dict[str, Any]:
     """Tiles that devices run, step by step, under a causal mask: of the busiest at every step, and over contiguous."""
     compute, config = program.compute, program.config
-    tile = _tile(program)
+    tile = _tile(program, kernel)
 
     def critical(layout: Layout) -> int:
         tiles, _ = count_tile_rows(layout, sa.causal(), config.sequence_length, compute.devices, tile)
@@ -155,14 +186,12 @@ def count_work(program: Program) -> dict[str, Any]:
     }
 
 
-def _tile(program: Program) -> tuple[int, int]:
-    """The tile that the kernel takes."""
-    config = program.config
-    if config.tile is not None:
-        return (config.tile, config.tile)
-    kernel = choose(config, dict(program.mesh.shape), program.documents, program.platform)
+def _tile(program: Program, kernel: str) -> tuple[int, int]:
+    """The tile that a kernel takes."""
+    if program.config.tile is not None:
+        return (program.config.tile, program.config.tile)
     if kernel != "pallas_tpu":
-        return default_tile(program.platform)
+        return RATES[program.platform, kernel].tile
     with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
         return kernel_pallas_tpu.default_tile(program.model.head_dim)
 

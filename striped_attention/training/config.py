@@ -42,8 +42,8 @@ class TrainConfig:
     layout: Literal["striped", "contiguous", "zigzag"] = "striped"
     """How tokens are dealt to the devices of the sequence axis. contiguous is Ring Attention, striped is balanced."""
     stripe: Whole = None
-    """Tokens of a stripe. Default: a tile of the kernel xla, 256 on CPUs, 1024 elsewhere; a smaller power of two
-    where a device has few tokens; 1 for the kernel cudnn."""
+    """Tokens of a stripe. Default: about a tile, 256 on CPUs, 1024 elsewhere; a smaller power of two where a device has
+    few tokens; 1 for the kernel cudnn."""
     steps: int = 100
     """Steps of the whole run, those before a resume included."""
     seed: int = 0
