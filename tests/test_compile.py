@@ -1,5 +1,6 @@
 """`striped compile` where it needs no compiler for TPUs: what it refuses, and how it finds the longest length."""
 
+import jax
 import pytest
 import rich.console
 
@@ -8,8 +9,11 @@ from striped_attention.compiling import command
 from striped_attention.compiling.command import Compiled
 from striped_attention.compiling.config import CompileConfig
 from striped_attention.compiling.topology import describe
+from striped_attention.mesh import make_mesh
 from striped_attention.plan_command import parse_length
+from striped_attention.training.config import TrainConfig
 from striped_attention.training.errors import UsageError
+from striped_attention.training.step import Program
 
 
 @pytest.mark.parametrize("name", ["v9:2x2", "v4", "v4:", "v4:2x0", "v4:2x2x2x2", "v4:axb", "cuda"])
@@ -68,6 +72,27 @@ def test_what_compilers_say_of_memory():
         ("Out of memory.", (None, None)),
     ]:
         assert command._need(said) == tuple(None if n is None else round(n) for n in wanted)
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted"),
+    [
+        ("RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. Used 17.5M of 16.0M vmem.", "try --tile 128"),
+        ("RESOURCE_EXHAUSTED: Ran out of memory on HBM: 71.01G exceeds available HBM (30.75G).", None),
+        ("INTERNAL: a bug", "a bug"),
+    ],
+)
+def test_errors_of_the_compiler(said, wanted, monkeypatch):
+    def fail(self):
+        raise jax.errors.JaxRuntimeError(said)
+
+    program = Program(TrainConfig(), make_mesh({"data": 1, "sequence": 8}))
+    monkeypatch.setattr(Program, "compiled", property(fail))
+    if wanted is None:
+        assert not command.compile_step(program).fits
+    else:
+        with pytest.raises((UsageError, jax.errors.JaxRuntimeError), match=wanted):
+            command.compile_step(program)
 
 
 @pytest.mark.parametrize(

@@ -128,12 +128,6 @@ def test_what_does_not_fit_is_said(tmp_path, capsys):
     assert said["result"]["memory"] > said["result"]["available"] > 14e9
 
 
-def test_tiles_that_are_too_large_are_said(capsys):
-    assert cli.main("compile --topology v4:2x2x4 --preset 1b --length 64k --tile 1024".split()) == 2
-    wanted = "striped: The tiles do not fit into a chip's vector memory: try --tile 128.\n"
-    assert capsys.readouterr().err.endswith(wanted)
-
-
 @pytest.mark.parametrize("name", ["v4:3x5x7", "cuda:1x1x8"])
 def test_pods_that_do_not_exist(name):
     with pytest.raises(UsageError, match=f"--topology {name} cannot be compiled for here: "):
