@@ -19,11 +19,12 @@ from striped_attention.bias import Bias
 from striped_attention.kernel import Block, Partial
 from striped_attention.layout import Layout
 from striped_attention.mask import Mask
+from striped_attention.tile_list import MOST
 
 FULL_OUT = True
 SUMS_LAST = True
 _DTYPES = ("bfloat16", "float32")
-_LANES = 128  # sides of tiles are multiples of them
+LANES = 128  # sides of tiles are multiples of them
 _LIST = 250_000  # tiles whose list fits into a TPU's scalar memory, 1 MiB
 
 
@@ -79,11 +80,11 @@ def unsupported(
         return f"It needs a head dimension of at most 256; got {q.shape[-1]}."
     if bias is not None and bias.values is not None:
         return "It has no bias by a table, as relative_bias makes it, only alibi."
-    if tile is not None and any(n % _LANES for n in tile):
-        return f"It needs tiles whose sides are multiples of {_LANES}; got {tile}."
+    if tile is not None and any(n % LANES for n in tile):
+        return f"It needs tiles whose sides are multiples of {LANES}; got {tile}."
     sides = tile or _tile_of(_SMALL, q.shape[-1])  # those of others are larger
     sizes = [-(-x.shape[1] // side) for x, side in zip((q, k), sides, strict=True)]
-    if math.prod(sizes) > _LIST or max(sizes) > 2**14 - 2:  # see `_entry` in pallas_tpu.py
+    if math.prod(sizes) > _LIST or max(sizes) > MOST:
         return f"It lists at most {_LIST:,} tiles; {q.shape[1]:,} tokens a device with tiles of {sides} have more."
     return None if platform in (None, "tpu") else f"It runs on TPUs; this is a {platform}."
 
@@ -130,7 +131,7 @@ def _each_mask(name: str, rows: Any, kv: Any, block: Block) -> Any:
     run = functools.partial(getattr(pallas_tpu, name), memory=_chip().memory)
     tile = block.tile or default_tile(kv[0].shape[-1])
     # No larger than the block, and as a TPU wants it.
-    tile_q, tile_k = (min(t, -(-x.shape[2] // _LANES) * _LANES) for t, x in zip(tile, (rows[0], kv[0]), strict=True))
+    tile_q, tile_k = (min(t, -(-x.shape[2] // LANES) * LANES) for t, x in zip(tile, (rows[0], kv[0]), strict=True))
     block = dataclasses.replace(block, pattern=None, tile=(tile_q, tile_k))
     if len(block.start) == 1:
         return run(*rows, *kv, block)

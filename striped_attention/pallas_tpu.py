@@ -28,13 +28,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array
 
-from striped_attention.kernel import Block, tile_spans
-from striped_attention.layout import INT32_MAX
+from striped_attention.kernel import Block
+from striped_attention.tile_list import EDGE, INNER, kind_of, list_tiles, outer_of, within_of
 
 _LANES = 128
-_INNER, _EDGE, _NOTHING = range(3)  # kinds of steps: every key is seen, some are, none is but results must be written
-_LAST = 1 << 30  # in an entry that comes after all others
-_BITS = 14  # for the number of a row or column of tiles, in an entry of the list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,51 +109,6 @@ def _pad(x: Array, size: int, axis: int, mode: str) -> Array:
     return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)], mode=mode) if missing else x
 
 
-class _List(NamedTuple):
-    """Tiles of a block, sorted by rows (or columns), then by their place in it.
-
-    A row that nobody sees has an entry too, for its results are zeros that must be written; these come last.
-    """
-
-    entries: Array  # each holds a row, the tile in it, and the kind of step
-    steps: Array  # how many entries count; after them comes INT32_MAX
-    seen: Array  # how many of these are tiles
-
-
-def _list_tiles(tiles: _Tiles, block: Block, by_columns: bool) -> _List:
-    spans = jax.tree.map(lambda x: x[0, :, None], tile_spans(block.start, block.end, tiles.tile_q, tiles.tile_k))
-    column = jnp.arange(tiles.columns, dtype=jnp.int32)[None, :]
-    row = jnp.arange(tiles.rows, dtype=jnp.int32)[:, None]
-    seen = (spans.first <= column) & (column < spans.last)
-    inner = (spans.inner_first <= column) & (column < spans.inner_last)
-    kind = jnp.where(inner, _INNER, _EDGE)
-    seen, kind = (seen.T, kind.T) if by_columns else (seen, kind)
-    outer, within = (column.T, row.T) if by_columns else (row, column)
-    empty = ~jnp.any(seen, axis=1)
-    entries = jnp.where(seen, _entry(outer, within, kind), INT32_MAX)
-    blank = jnp.where(empty, _LAST | _entry(outer[:, 0], 0, _NOTHING), INT32_MAX)
-    total = jnp.sum(seen, dtype=jnp.int32)
-    # One more than can be, so that there is always an entry after the last that counts.
-    entries = jnp.pad(jnp.concatenate([entries.reshape(-1), blank]), (0, 1), constant_values=INT32_MAX)
-    return _List(jnp.sort(entries), total + jnp.sum(empty, dtype=jnp.int32), total)
-
-
-def _entry(outer: Any, within: Any, kind: Any) -> Any:
-    return (outer << (_BITS + 2)) | (within << 2) | kind
-
-
-def _outer(entry: Any) -> Any:
-    return (entry >> (_BITS + 2)) & (2**_BITS - 1)
-
-
-def _within(entry: Any) -> Any:
-    return (entry >> 2) & (2**_BITS - 1)
-
-
-def _kind(entry: Any) -> Any:
-    return entry & 3
-
-
 @functools.partial(jax.jit, static_argnames="memory")
 def forward(q: Array, k: Array, v: Array, block: Block, *, memory: int | None) -> tuple[Array, Array]:
     """`out` [batch, heads, dim, queries] and `lse` [batch, heads, queries] of a block whose sequences share a mask.
@@ -165,13 +117,13 @@ def forward(q: Array, k: Array, v: Array, block: Block, *, memory: int | None) -
     """
     tiles = _Tiles.of(q, k, block)
     batch, heads, _, dim = q.shape
-    todo = _list_tiles(tiles, block, by_columns=False)
+    todo = list_tiles(block, tiles.rows, tiles.columns, by_columns=False)
     ranges = [tiles.pad_queries(x, 1) for x in (block.start, block.end)]
     v = jnp.swapaxes(v, 2, 3)  # so that a product with probabilities [keys, queries] needs no transpose
     arrays = [tiles.pad_queries(q, 2), tiles.pad_keys(k, 2), tiles.pad_keys(v, 3), *ranges]
 
-    row = lambda s, entries: _outer(entries[s])  # noqa: E731
-    column = lambda s, entries: _within(entries[s])  # noqa: E731
+    row = lambda s, entries: outer_of(entries[s])  # noqa: E731
+    column = lambda s, entries: within_of(entries[s])  # noqa: E731
     in_specs = [
         pl.BlockSpec((1, 1, tiles.tile_q, dim), lambda b, h, s, e: (b, h, row(s, e), 0)),
         pl.BlockSpec((1, 1, tiles.tile_k, dim), lambda b, h, s, e: (b, lax.div(h, tiles.group), column(s, e), 0)),
@@ -238,9 +190,9 @@ def _forward_step(tiles: _Tiles, entries: Any, q: Any, k: Any, v: Any, start: An
     *alibi, out, lse, top, total, acc = rest
     step = pl.program_id(2)
     entry = entries[step]
-    kind, row = _kind(entry), _outer(entry)
+    kind, row = kind_of(entry), outer_of(entry)
 
-    @pl.when((step == 0) | (_outer(entries[jnp.maximum(step - 1, 0)]) != row))
+    @pl.when((step == 0) | (outer_of(entries[jnp.maximum(step - 1, 0)]) != row))
     def clear() -> None:
         top[...] = jnp.full_like(top, -jnp.inf)
         total[...] = jnp.zeros_like(total)
@@ -250,7 +202,7 @@ def _forward_step(tiles: _Tiles, entries: Any, q: Any, k: Any, v: Any, start: An
         places = _Places(alibi[0][...], alibi[1][...], alibi[2][pl.program_id(1)]) if alibi else None
         scores, _ = tiles.scores(k[0, 0], q[0, 0], places)
         if masked:
-            scores = jnp.where(tiles.visible(_within(entry), start[...], end[...]), scores, -jnp.inf)
+            scores = jnp.where(tiles.visible(within_of(entry), start[...], end[...]), scores, -jnp.inf)
         new_top = jnp.maximum(top[...], jnp.max(scores, axis=0, keepdims=True))
         shift = jnp.where(new_top == -jnp.inf, 0, new_top)  # of a row that has seen nothing yet: no -inf - -inf
         p = jnp.exp(scores - shift)
@@ -259,10 +211,10 @@ def _forward_step(tiles: _Tiles, entries: Any, q: Any, k: Any, v: Any, start: An
         total[...] = total[...] * fade + jnp.sum(p, axis=0, keepdims=True)
         acc[...] = acc[...] * fade + tiles.dot(v[0, 0], p)
 
-    pl.when(kind == _INNER)(lambda: tile(masked=False))
-    pl.when(kind == _EDGE)(lambda: tile(masked=True))
+    pl.when(kind == INNER)(lambda: tile(masked=False))
+    pl.when(kind == EDGE)(lambda: tile(masked=True))
 
-    @pl.when(_outer(entries[step + 1]) != row)
+    @pl.when(outer_of(entries[step + 1]) != row)
     def finish() -> None:
         out[0, 0] = acc[...] / jnp.where(total[...] == 0, 1, total[...])
         lse[0, 0] = jnp.where(total[...] == 0, -jnp.inf, top[...] + jnp.log(total[...]))
@@ -279,7 +231,7 @@ def backward(
     tiles = _Tiles.of(q, k, block)
     batch, heads, _, dim = q.shape
     kv_heads = heads // tiles.group
-    todo = _list_tiles(tiles, block, by_columns=True)
+    todo = list_tiles(block, tiles.rows, tiles.columns, by_columns=True)
     # A padding row repeats the last real one, so that its probabilities are finite, and its gradient is 0.
     arrays = [tiles.pad_queries(q, 2), tiles.pad_queries(dout, 2, "constant")]
     arrays += [tiles.pad_queries(lse[:, :, None], 3), tiles.pad_queries(delta[:, :, None], 3, "constant")]
@@ -287,10 +239,10 @@ def backward(
     arrays += [tiles.pad_keys(k, 2), tiles.pad_keys(v, 2)]
 
     # A step is of a tile, s, and a query head of those that share a key head, g.
-    row = lambda b, h, s, g, e, _: (b, h * tiles.group + g, _within(e[s]), 0)  # noqa: E731
-    stat = lambda b, h, s, g, e, _: (b, h * tiles.group + g, 0, _within(e[s]))  # noqa: E731
-    ranges = lambda b, h, s, g, e, _: (0, _within(e[s]))  # noqa: E731
-    column = lambda b, h, s, g, e, _: (b, h, _outer(e[s]), 0)  # noqa: E731
+    row = lambda b, h, s, g, e, _: (b, h * tiles.group + g, within_of(e[s]), 0)  # noqa: E731
+    stat = lambda b, h, s, g, e, _: (b, h * tiles.group + g, 0, within_of(e[s]))  # noqa: E731
+    ranges = lambda b, h, s, g, e, _: (0, within_of(e[s]))  # noqa: E731
+    column = lambda b, h, s, g, e, _: (b, h, outer_of(e[s]), 0)  # noqa: E731
     in_specs = [
         *[pl.BlockSpec((1, 1, tiles.tile_q, dim), row)] * 2,
         *[pl.BlockSpec((1, 1, 1, tiles.tile_q), stat)] * 2,
@@ -301,7 +253,7 @@ def backward(
         arrays += _alibi_arrays(tiles, block)
         in_specs += [
             pl.BlockSpec((1, tiles.tile_q), ranges),
-            pl.BlockSpec((1, tiles.tile_k), lambda b, h, s, g, e, _: (0, _outer(e[s]))),
+            pl.BlockSpec((1, tiles.tile_k), lambda b, h, s, g, e, _: (0, outer_of(e[s]))),
             pl.BlockSpec(memory_space=pltpu.SMEM),
         ]
     blank = jnp.zeros_like(q, shape=(batch, heads, dim, tiles.rows * tiles.tile_q), dtype=jnp.float32)
@@ -341,7 +293,7 @@ def _backward_step(tiles: _Tiles, entries: Any, seen: Any, *refs: Any) -> None:
     dq, dk, dv, *dslopes, k_transposed, dk_sum, dv_sum, dq_sum, copied = refs[9 + 3 * tiles.alibi :]
     sequence, kv_head, step, member = (pl.program_id(i) for i in range(4))
     entry = entries[step]
-    kind, column, row = _kind(entry), _outer(entry), _within(entry)
+    kind, column, row = kind_of(entry), outer_of(entry), within_of(entry)
     first_head, last_head = member == 0, member == tiles.group - 1
 
     @pl.when((step == 0) & first_head)
@@ -349,7 +301,7 @@ def _backward_step(tiles: _Tiles, entries: Any, seen: Any, *refs: Any) -> None:
         for x in dslopes:
             x[...] = jnp.zeros_like(x)
 
-    @pl.when(first_head & ((step == 0) | (_outer(entries[jnp.maximum(step - 1, 0)]) != column)))
+    @pl.when(first_head & ((step == 0) | (outer_of(entries[jnp.maximum(step - 1, 0)]) != column)))
     def clear_column() -> None:
         k_transposed[...] = k[0, 0].T
         dk_sum[...] = jnp.zeros_like(dk_sum)
@@ -357,8 +309,8 @@ def _backward_step(tiles: _Tiles, entries: Any, seen: Any, *refs: Any) -> None:
 
     # Of dq: the tiles before and after this one, and whether they are others. One is always held in one of two buffers.
     earlier, later = jnp.where(first_head, jnp.maximum(step - 1, 0), step), jnp.where(last_head, step + 1, step)
-    before = _Tile(_within(entries[earlier]), jnp.where(first_head, tiles.group, member) - 1)
-    after = _Tile(_within(entries[later]), jnp.where(last_head, 0, member + 1))
+    before = _Tile(within_of(entries[earlier]), jnp.where(first_head, tiles.group, member) - 1)
+    after = _Tile(within_of(entries[later]), jnp.where(last_head, 0, member + 1))
     begins, ends = (step == 0) & first_head, (step == seen[0] - 1) & last_head
     comes = begins | (before.row != row) | (tiles.group > 1)
     goes = ends | (after.row != row) | (tiles.group > 1)
@@ -400,10 +352,10 @@ def _backward_step(tiles: _Tiles, entries: Any, seen: Any, *refs: Any) -> None:
         def keep() -> None:
             dq_sum[1 - buffer] = dq_sum[buffer]
 
-    pl.when(kind == _INNER)(lambda: tile(masked=False))
-    pl.when(kind == _EDGE)(lambda: tile(masked=True))
+    pl.when(kind == INNER)(lambda: tile(masked=False))
+    pl.when(kind == EDGE)(lambda: tile(masked=True))
 
-    @pl.when(last_head & (_outer(entries[step + 1]) != column))
+    @pl.when(last_head & (outer_of(entries[step + 1]) != column))
     def finish_column() -> None:
         dk[0, 0] = dk_sum[...] * tiles.scale
         dv[0, 0] = dv_sum[...]

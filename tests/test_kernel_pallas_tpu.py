@@ -7,7 +7,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import striped_attention as sa
-from striped_attention import kernel_pallas_tpu, pallas_tpu
+from striped_attention import kernel_pallas_tpu, tile_list
 from striped_attention.attention import KERNELS, choose_kernel
 from striped_attention.kernel import Block, tile_spans
 from tests.compare import interpreted
@@ -45,9 +45,8 @@ def test_the_list_is_the_planned_tiles(by_columns):
     for queries, keys in [(24, 24), (85, 13), (5, 70)] * 7:
         start, end = random_ranges(rng, 1, queries, keys)
         block = Block(jnp.asarray(start), jnp.asarray(end), None, None, tile=(8, 4))
-        q, k = (jnp.zeros((1, 1, n, 8)) for n in (queries, keys))
-        tiles = pallas_tpu._Tiles.of(q, k, block)
-        found = pallas_tpu._list_tiles(tiles, block, by_columns)
+        rows, columns = -(-queries // 8), -(-keys // 4)
+        found = tile_list.list_tiles(block, rows, columns, by_columns)
         entries = np.asarray(found.entries)[: int(found.steps)]
         spans = [x[0] for x in tile_spans(start, end, 8, 4)]
         wanted = [
@@ -56,12 +55,12 @@ def test_the_list_is_the_planned_tiles(by_columns):
             for column in range(first, last)
         ]
         outer, within, kind = (
-            np.asarray(f(entries)) for f in (pallas_tpu._outer, pallas_tpu._within, pallas_tpu._kind)
+            np.asarray(f(entries)) for f in (tile_list.outer_of, tile_list.within_of, tile_list.kind_of)
         )
         listed = list(zip(*((within, outer) if by_columns else (outer, within)), kind, strict=True))
         assert sorted(listed[: int(found.seen)]) == sorted(wanted)
         assert (np.diff(outer[: int(found.seen)]) >= 0).all()
-        lines = range(tiles.columns if by_columns else tiles.rows)
+        lines = range(columns if by_columns else rows)
         assert set(outer[int(found.seen) :]) == set(lines) - set(outer[: int(found.seen)])
         assert (kind[int(found.seen) :] == 2).all()
 

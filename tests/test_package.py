@@ -32,7 +32,7 @@ def run(code, **environment):
 def test_the_public_surface():
     names = set(json.loads(run("import json, striped_attention as sa; print(json.dumps(dir(sa)))")))
     modules = {"attention", "bias", "cudnn", "kernel", "kernel_cudnn", "kernel_xla", "layout", "mask", "ring"}
-    modules |= {"cache", "cached_attention", "kernel_few", "kernel_pallas_tpu", "mesh"}
+    modules |= {"cache", "cached_attention", "kernel_few", "kernel_pallas_tpu", "mesh", "tile_list"}
     modules |= {"cost", "count", "hardware", "model", "parallel", "rotary", "timeline"}  # what a plan is made of
     assert {name for name in names if not name.startswith("_")} == PUBLIC | modules
 

@@ -30,7 +30,6 @@ from striped_attention.training.errors import UsageError
 from striped_attention.training.step import Program
 from striped_attention.training.trainer import choose
 
-_LANES = 128  # the smallest side of a tile
 _FINE = 16  # the longest length is found to a part of this of the power of two below it
 
 
@@ -122,7 +121,9 @@ def compile_step(program: Program) -> Compiled:
     except jax.errors.JaxRuntimeError as error:
         said = str(error).lower()
         if "resource_exhausted" in said and ("vmem" in said or "smem" in said):
-            raise UsageError(f"The tiles do not fit into a chip's vector memory: try --tile {_LANES}.") from error
+            raise UsageError(
+                f"The tiles do not fit into a chip's vector memory: try --tile {kernel_pallas_tpu.LANES}."
+            ) from error
         if "resource_exhausted" not in said or "hbm" not in said:
             raise
         return Compiled(length, kernel, False, time.perf_counter() - begun, *_need(str(error)))
