@@ -4,12 +4,15 @@ JAX ?= jax
 CASES ?= 1000
 VENV := .venv
 RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup demo test test-gpu test-tpu lint fuzz bench report clean
+.PHONY: help setup demo test test-newest test-gpu test-tpu coverage lint fuzz bench report clean
 
 help:
 	@echo "make demo    train a small model on 8 virtual devices, and see what the stripes are worth"
 	@echo "make test    lint, check types, run all tests          (PYTHON=python3.12, JAX=jax==0.11.2 choose versions)"
+	@echo "make test-newest    the same in .venv-newest, with the newest JAX (PYTHON=python3.12)"
+	@echo "make coverage    run all tests, print which lines and branches they reach, write build/coverage/html"
 	@echo "make test-gpu    the tests that need an NVIDIA GPU      (JAX='jax[cuda13]')"
 	@echo "make test-tpu    compile for TPU pods, on any machine   (installs the extra 'tpu')"
 	@echo "make fuzz    random cases against the oracle           (CASES=10000)"
@@ -17,7 +20,7 @@ help:
 	@echo "make report  draw the recorded results: report.html, docs/results.md and its figures"
 	@echo "make setup   only create $(VENV) and install           (make clean removes it)"
 
-setup: $(VENV)/ready
+setup: $(VENV)/ready-to-test
 
 # Made anew when the dependencies, the interpreter or the version of JAX change.
 WANTED := $(shell $(PYTHON) -c "import sys; print(sys.version.split()[0])") $(JAX)
@@ -25,28 +28,46 @@ ifneq ($(WANTED),$(shell cat $(VENV)/wanted 2>/dev/null))
 .PHONY: $(VENV)/ready
 endif
 
-$(VENV)/ready: pyproject.toml
+$(VENV)/ready: pyproject.toml benchmarks/pyproject.toml
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
 	    { echo "striped_attention needs Python 3.11 or newer, but $(PYTHON) is $(firstword $(WANTED))." \
 	           "Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(RUN) -m pip install --quiet --disable-pip-version-check "$(JAX)" -e ".[test,lint]"
+	$(PIP) "$(JAX)" -e ".[train]"
 	@echo "$(WANTED)" > $(VENV)/wanted
 	@touch $@
 
-demo: setup
+# What tests need besides, among it torch and transformers.
+$(VENV)/ready-to-test: $(VENV)/ready
+	$(PIP) "$(JAX)" -e ".[test,lint]" -e benchmarks
+	@touch $@
+
+demo: $(VENV)/ready
 	$(RUN) examples/train_demo.py
 
 test: setup lint
 	$(RUN) -m pytest
+
+# Python 3.12 and newer get a newer JAX than 3.11. A venv of its own, for .venv to stay as it is.
+test-newest:
+	$(MAKE) test VENV=.venv-newest
 
 test-gpu: setup
 	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -n 0 tests/test_gpu.py \
 	    --results benchmarks/results/gpu_tests.json
 
 test-tpu: setup
-	$(RUN) -m pip install --quiet --disable-pip-version-check "$(JAX)" -e ".[tpu]"
+	$(PIP) "$(JAX)" -e ".[tpu]" -e benchmarks
 	$(RUN) -m pytest tests/test_tpu.py
+
+coverage: setup
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	$(RUN) -m coverage run -m pytest
+	$(RUN) -m coverage combine --quiet
+	$(RUN) -m coverage html --quiet
+	$(RUN) -m coverage json --quiet
+	$(RUN) -m tests.coverage_totals
 
 lint: setup
 	$(VENV)/bin/ruff check .
@@ -57,7 +78,7 @@ fuzz: setup
 	$(RUN) -m tests.fuzz --cases $(CASES)
 
 bench: setup
-	$(RUN) -m pip install --quiet --disable-pip-version-check -e ".[peers]"
+	$(PIP) -e ".[peers]" -e benchmarks
 	$(VENV)/bin/striped bench peers --output benchmarks/results/peers.json
 	$(VENV)/bin/striped bench layouts --output benchmarks/results/layouts.json
 

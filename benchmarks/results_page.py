@@ -10,12 +10,12 @@ import pathlib
 import textwrap
 from typing import Any
 
-from striped_attention.report.contents import Contents, gather
-from striped_attention.report.overhead import beside, busiest
-from striped_attention.report.read import Document, of, read
-from striped_attention.report.section import PAPER, Section, newest, ratio, words
-from striped_attention.report.speed import ATTENTION, STEP
-from striped_attention.report.sweep import planned_scaling
+from striped_bench.report.contents import Contents, gather
+from striped_bench.report.cost import beside, busiest
+from striped_bench.report.read import Document, of, read
+from striped_bench.report.section import ATTENTION, PAPER, STEP, Section, newest, ratio
+from striped_bench.report.speed import planned_scaling
+from striped_bench.report.text import words
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "results.md"

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 
 import striped_attention as sa
-from striped_attention.count import count_tiles
-from striped_attention.kernel_xla import CPU_TILE
-from striped_attention.oracle import dense_attention
+from striped_attention.core.oracle import dense_attention
+from striped_attention.kernels.xla import CPU_TILE
+from striped_attention.planning.work import count_tiles
 
 DEVICES, LENGTH = 8, 4096
 

@@ -20,9 +20,9 @@ import jax
 import numpy as np
 
 import striped_attention as sa
-from striped_attention.count import count_tiles
-from striped_attention.kernel_xla import CPU_TILE
-from striped_attention.mesh import make_mesh
+from striped_attention.kernels.xla import CPU_TILE
+from striped_attention.planning.work import count_tiles
+from striped_attention.runtime.mesh import make_mesh
 from striped_attention.training import data, launch
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.step import Program

@@ -4,22 +4,18 @@ float32 must agree to 1e-5 of the oracle's scale; bfloat16 must stay within twic
 attention makes (or as exact as float32, where plain attention happens to make none).
 """
 
-import contextlib
 import dataclasses
 import functools
-import unittest.mock
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import tpu as pltpu
 
 import striped_attention as sa
-from striped_attention.layout import Layout
-from striped_attention.mask import Mask
-from striped_attention.oracle import dense_attention
+from striped_attention.core.layout import Layout
+from striped_attention.core.mask import Mask
+from striped_attention.core.oracle import dense_attention
 
 FLOAT32_TOLERANCE = 1e-5
 
@@ -66,25 +62,6 @@ class Shape:
         elif self.bias is not None:
             bias = sa.relative_bias(arrays["bias"], bidirectional=self.bias == "t5-bidirectional", max_distance=16)
         return {"scale": self.scale, "softcap": self.softcap, "bias": bias, "sinks": arrays.get("sinks")}
-
-
-@contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """TPU kernels run on the CPU: memory that nobody has written is NaN, and races of any kernel raise."""
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter  # where it says what it found
-
-    found: list[Any] = []
-    make = interpreter.RaceDetectionState  # a new one for every kernel
-
-    def watch(**what: Any) -> Any:
-        found.append(make(**what))
-        return found[-1]
-
-    params = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
-    with unittest.mock.patch.object(interpreter, "RaceDetectionState", watch), pltpu.force_tpu_interpret_mode(params):
-        yield
-    assert found, "nothing was interpreted"
-    assert not any(races.races_found for races in found)
 
 
 def mesh_of(devices: int, name: str = "sequence") -> jax.sharding.Mesh:

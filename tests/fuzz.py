@@ -15,8 +15,8 @@ from tests import conftest  # noqa: F401  (before the library: 8 devices, strict
 
 # isort: split
 import striped_attention as sa
-from striped_attention.layout import Layout
-from striped_attention.mask import Mask
+from striped_attention.core.layout import Layout
+from striped_attention.core.mask import Mask
 from tests.compare import Shape, assert_exact, random_mask
 
 

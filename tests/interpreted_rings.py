@@ -15,7 +15,8 @@ import jax
 import numpy as np
 
 import striped_attention as sa
-from tests.compare import FLOAT32_TOLERANCE, Shape, errors, expected, interpreted, on_mesh
+from striped_attention.kernels.tpu.emulation import emulated
+from tests.compare import FLOAT32_TOLERANCE, Shape, errors, expected, on_mesh
 
 LENGTH, DEVICES = 700, 4
 SEGMENTS = np.sort(np.random.default_rng(0).integers(0, 6, (1, LENGTH)), axis=1)
@@ -29,9 +30,9 @@ CASES = [
 
 
 def main() -> None:
-    on_tpus = unittest.mock.patch("striped_attention.attention.platform", return_value="tpu")
+    on_tpus = unittest.mock.patch("striped_attention.attention.current_device", return_value=("tpu", "TPU v5"))
     unchecked = unittest.mock.patch("jax.shard_map", functools.partial(jax.shard_map, check_vma=False))
-    with interpreted(), on_tpus, unchecked:
+    with emulated(), on_tpus, unchecked:
         for layout, mask, options in CASES:
             shape = Shape(batch=1, length=LENGTH, dim=16, tile=128, **options)
             arrays = shape.arrays()

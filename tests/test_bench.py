@@ -4,20 +4,25 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
 import types
 
 import jax
 import numpy as np
 import pytest
+from striped_bench.bench import gpu, mock, profile, step
+from striped_bench.bench.command import BenchConfig
 
-from striped_attention import cudnn, kernel_xla, model
-from striped_attention.attention import KERNELS
-from striped_attention.bench import gpu, mock, profile, run, step
-from striped_attention.bench.config import BenchConfig
+import striped_attention as sa
 from striped_attention.cli import main
-from striped_attention.ring import Ring
-from striped_attention.training.errors import UsageError
+from striped_attention.errors import UsageError
+from striped_attention.kernels import xla as kernel_xla
+from striped_attention.kernels.choice import KERNELS
+from striped_attention.kernels.cudnn import binding as cudnn
+from striped_attention.models import llama as model
+from striped_attention.strategies.ring import Ring
+from tests.team import Here
 
 
 @pytest.mark.parametrize(
@@ -64,9 +69,18 @@ def test_a_suite_measures_what_was_asked_and_else_its_own():
     assert BenchConfig("gpu", quick=True, members=(4,)).options["members"] == (4,)
 
 
+@pytest.fixture
+def here(monkeypatch):
+    """Workers in this process, which pretends to have no GPUs afterwards."""
+    monkeypatch.setattr(mock, "Team", Here)
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    yield
+    jax.config.update("jax_mock_gpu_topology", "")
+
+
+@pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("suite", ["gpu", "overlap", "step"])
-def test_without_a_gpu_the_suites_say_so(suite, capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+def test_without_a_gpu_the_suites_say_so(suite, capsys, tmp_path):
     assert main(["bench", suite, "--output", str(tmp_path / "result.json")]) == 2
     assert capsys.readouterr().err.startswith("striped: This suite measures the cudnn kernel. It needs an NVIDIA GPU")
     assert not list(tmp_path.iterdir())
@@ -92,11 +106,13 @@ def test_a_summary_takes_the_busiest_member():
     assert striped["backward_hop_bytes"] == 3 * 450
 
 
+@pytest.mark.usefixtures("compiled_in_a_hurry")
 def test_what_is_timed_is_checked(monkeypatch):
     """On virtual devices, one kernel against itself; and against one that is wrong."""
-    monkeypatch.setattr(gpu, "GPU_OPTIONS", {})
-    rows = gpu._check_timed(2, ("xla", "xla"))
-    assert [row["worst"] for row in rows] == [0, 0, 0]
+    monkeypatch.setattr(gpu, "DIM", 16)
+    monkeypatch.setattr(gpu, "LAYOUTS", (sa.striped(),))
+    (row,) = gpu.check_timed(2, ("xla", "xla"))
+    assert (row["layout"], row["rank"], row["worst"]) == ("striped(1)", 1, 0)
 
     @functools.wraps(kernel_xla.attend)
     def wrong(q):
@@ -104,8 +120,8 @@ def test_what_is_timed_is_checked(monkeypatch):
         return lambda k, v, block: attend(k, v + 1, block)
 
     monkeypatch.setitem(KERNELS, "wrong", types.SimpleNamespace(**{**vars(kernel_xla), "attend": wrong}))
-    with pytest.raises(RuntimeError, match="differs between wrong and xla"):
-        gpu._check_timed(2, ("wrong", "xla"))
+    with pytest.raises(RuntimeError, match=r"striped\(1\) on 2 members, wrong against xla, is wrong by"):
+        next(gpu.check_timed(2, ("wrong", "xla")))
 
 
 @pytest.mark.parametrize("suite", ["gpu", "overlap", "step"])
@@ -117,8 +133,8 @@ def test_a_result_that_cannot_be_written_is_refused_before_anything_is_measured(
 def test_a_profile_adds_up_kernels_by_kind_and_the_time_between_them():
     names = ["cudnn_sdpa_sm90_flash_fprop_wgmma", "loop_add_fusion", "memcpy128", "wrapped_reverse_1"]
     backward = ["cudnn_sdpa_sm90_flash_bprop_wgmma", "void cudnn::fusion::convert_dq_to_16bits<true>"]
-    events = [profile.Event(name, 1e9 * i, 0.5e9) for i, name in enumerate([*names, *backward])]
-    events.append(profile.Event("another stream, at the same time", 0.1e9, 0.6e9))
+    events = [(name, 1e9 * i, 0.5e9) for i, name in enumerate([*names, *backward])]
+    events.append(("another stream, at the same time", 0.1e9, 0.6e9))
     assert profile.by_kind(events) == pytest.approx(
         {
             "attention, forward": 0.5,
@@ -207,7 +223,7 @@ def cheap_attention(q, k, v, *, axis_name, layout, length, **_):
 @pytest.mark.usefixtures("compiled_in_a_hurry")
 def test_a_row_has_the_times_of_one_program_and_the_memory_and_transfers_of_another(monkeypatch):
     monkeypatch.setattr(model, "attention_shard", cheap_attention)
-    row = next(step.measure(CASE, limit=10**9))
+    row = next(step.measure_case(CASE, limit=10**9))
     ring = {"preset": "debug", "length": 256, "members": 4, "layout": "contiguous()", "rank": 3}
     assert {name: row[name] for name in ring} == ring
     assert row["fits"]
@@ -235,7 +251,7 @@ def stub(monkeypatch, timed):
 
 def test_every_layout_and_the_step_without_attention_are_measured(monkeypatch):
     stub(monkeypatch, lambda program, fresh: {"seconds": 1.0 if program.attend is None else 0.25, "samples": []})
-    rows = list(step.measure(CASE, limit=100))
+    rows = list(step.measure_case(CASE, limit=100))
     measured = [(row["layout"], row["rank"], row["attention"]) for row in rows]
     striped = repr(CASE.program("striped", 0).compute.layout)
     assert set(measured) == {("contiguous()", 3, True), (striped, 3, True), (striped, 0, True), (striped, 3, False)}
@@ -250,13 +266,10 @@ def test_a_step_that_does_not_fit_says_so_and_what_it_needs(monkeypatch):
 
     stub(monkeypatch, full)
     for limit in (99, 100):
-        rows = list(step.measure(CASE, limit=limit))
+        rows = list(step.measure_case(CASE, limit=limit))
         assert len(rows) == 4
         assert all(row["fits"] is False and row["needed_bytes"] == 100 for row in rows)
-        assert "does not fit, it needs 0.0 GB" in step._line(rows[0])
-        lines = step.summary(rows)
-        assert [line["fits"] for line in lines] == [False, False]
-        step.table(lines)
+        assert [line["fits"] for line in step.summary(rows)] == [False, False]
 
 
 def test_any_other_failure_is_one(monkeypatch):
@@ -265,7 +278,7 @@ def test_any_other_failure_is_one(monkeypatch):
 
     stub(monkeypatch, broken)
     with pytest.raises(jax.errors.JaxRuntimeError, match="not well"):
-        list(step.measure(CASE))
+        list(step.measure_case(CASE))
 
 
 @pytest.mark.parametrize(
@@ -297,7 +310,7 @@ def test_a_summary_of_steps_says_what_attention_takes_and_what_striping_is_worth
         return {**ROW, "layout": layout, "rank": rank, "seconds": seconds, "samples": [seconds], **rates, **more}
 
     rows = [row("contiguous()", 3, 1.5, **REAL), row("striped(1)", 3, 0.9, **REAL)]
-    first = step.summary(rows[:1])[0]
+    first = next(step.summary(rows[:1]))
     assert (first["over_contiguous"], first["attention_share"], first["step_bound"]) == (1, None, None)
     rows += [row("striped(1)", 3, 0.5, attention=False), row("striped(1)", 0, 1.0, **REAL)]
     contiguous, striped = step.summary(rows)
@@ -310,15 +323,14 @@ def test_a_summary_of_steps_says_what_attention_takes_and_what_striping_is_worth
     assert striped["bound"] == 1.75
     assert striped["step_bound"] == pytest.approx(1.5 / (0.5 + 1 / 1.75))
     assert (striped["transfers"], striped["hidden"], striped["needed_bytes"]) == (9, 7, 100)
-    assert step.table([contiguous, striped]).row_count == 2
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(loss=5.2), "loss of a step with cudnn differs from that with xla by 4.0e-02"),
-        (dict(gradient_norm=math.nan), "gradient_norm of a step with cudnn differs from that with xla by nan"),
-        (dict(gradients={"query": np.array([3.0, 4.8])}), "query of a step with cudnn differs from that with xla"),
+        (dict(loss=5.2), "loss of a step, cudnn against xla, is wrong by 4.0e-02"),
+        (dict(gradient_norm=math.nan), "gradient_norm of a step, cudnn against xla, is wrong by nan"),
+        (dict(gradients={"query": np.array([3.0, 4.8])}), "query of a step, cudnn against xla, is wrong"),
     ],
 )
 def test_answers_that_differ_stop_the_suite(change, message):
@@ -329,26 +341,23 @@ def test_answers_that_differ_stop_the_suite(change, message):
         step.compare({**close, **change}, truth)
 
 
-def test_a_worker_hands_over_results_one_by_one_and_its_errors(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    lines = ["import sys", "print('a library speaks')", "print('result: [1]')", "print('result: {}', flush=True)"]
-    (tmp_path / "suite.py").write_text("\n".join([*lines, "sys.exit('it broke')"]))
-    results = run.stream("suite", "measure", members=8)
-    assert [next(results), next(results)] == [[1], {}]
-    with pytest.raises(RuntimeError, match=r"(?s)The task measure {'members': 8} failed:.*it broke"):
+@pytest.mark.usefixtures("here")
+def test_a_worker_hands_over_results_one_by_one(monkeypatch):
+    monkeypatch.setattr(cudnn, "unavailable", lambda: None)
+    seen = []
+
+    def count(most):
+        for i in range(most):
+            seen.append(i)
+            yield {"row": i}
+        raise RuntimeError("it broke")
+
+    results = mock.results(count, most=2)
+    assert next(results) == {"row": 0}
+    assert seen == [0], "the next one is made when it is asked for"
+    assert next(results) == {"row": 1}
+    with pytest.raises(RuntimeError, match="it broke"):
         next(results)
-    (tmp_path / "suite.py").write_text(
-        "import sys; print('warning', 'no such thing', sep='\\n', file=sys.stderr); sys.exit(2)"
-    )
-    with pytest.raises(UsageError, match=r"^no such thing$"):
-        list(run.stream("suite", "measure"))
-
-
-def test_a_worker_prints_what_a_task_finds(capsys, monkeypatch):
-    monkeypatch.setattr(cudnn, "unavailable", lambda platform: None)
-    monkeypatch.setattr("sys.argv", ["suite", json.dumps({"task": "count", "members": 2})])
-    run.main({"count": lambda members: range(members)}, mocked=())
-    assert capsys.readouterr().out == "result: 0\nresult: 1\n"
 
 
 def test_the_suite_step_writes_every_row_and_a_summary(capsys, monkeypatch, tmp_path):
@@ -356,18 +365,18 @@ def test_the_suite_step_writes_every_row_and_a_summary(capsys, monkeypatch, tmp_
     rates = {"seconds": 1.5, "samples": [1.5], "tokens_per_second_per_gpu": 8192 / 1.5, "mfu": 0.5}
     row = {**ROW, "length": 65_536, "members": 8, "layout": "contiguous()", "rank": 7, **rates, **REAL}
 
-    def stream(module, task, **options):
-        assert module == "striped_attention.bench.step"
-        if task == "check":
+    def results(task, mocked=None, **options):
+        if task is step.check:
             assert options == {"presets": ("1b",), "members": (8,), "lengths": (65_536,)}
             yield {"worst": 0.01, "gpu": {"name": "NVIDIA H200"}}
             return
+        assert (task, mocked) == (step.measure, 8)
         assert options == {"preset": "1b", "length": 65_536, "members": 8, "chunk": 4096}
         yield row
         assert json.loads(path.read_text())["steps"] == [row], "what there is is safe while the next one is measured"
         yield {**row, "layout": "striped(1)", "seconds": 1.0}
 
-    monkeypatch.setattr(step, "stream", stream)
+    monkeypatch.setattr(mock, "results", results)
     assert main(["bench", "step", "--lengths", "65536", "--chunk", "4096", "--output", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["benchmark"] == "step"
@@ -376,13 +385,14 @@ def test_the_suite_step_writes_every_row_and_a_summary(capsys, monkeypatch, tmp_
     assert configuration.items() <= result["configuration"].items()
     assert [line["over_contiguous"] for line in result["summary"]] == [1.0, 1.5]
     shown = capsys.readouterr().out
-    assert "contiguous(), rank 7: 1.500 s, 5,461 tokens/s a GPU" in shown
+    assert "layout contiguous(), rank 7, seconds 1.5, tokens_per_second_per_gpu 5461, mfu 0.5" in shown
     assert shown.endswith(f"{path}\n")
 
 
 def test_a_model_that_the_kernel_cannot_do_is_refused_before_anything_is_measured(monkeypatch):
     wide = dataclasses.replace(model.PRESETS["1b"], heads=8, kv_heads=8)  # of 256 each
     monkeypatch.setitem(model.PRESETS, "1b", wide)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(UsageError, match="--presets 1b: Kernel 'cudnn' cannot do this: It needs a head dim") as caught:
-        next(step._check(["1b"], [8], [65_536]))
+        next(step.check(["1b"], [8], [65_536]))
     assert "\n" not in str(caught.value)

@@ -2,47 +2,36 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
+import os
 
 import jax
 import numpy as np
 import pytest
+from striped_bench.bench import blocks, decode, overhead, peers, problem, rings, workers
+from striped_bench.bench.command import BenchConfig
+from striped_bench.bench.run import require
+from striped_bench.bench.workers import Team, WorkerError
+from striped_bench.report.contents import gather
+from striped_bench.report.read import read
 
 import striped_attention as sa
-from striped_attention.bench import blocks, masks, overhead, peers, positions, problem, scale
-from striped_attention.bench.config import BenchConfig
-from striped_attention.bench.workers import Team
 from striped_attention.cli import main
-from striped_attention.layout import contiguous
-from striped_attention.mask import causal
-from striped_attention.model import PRESETS
-from striped_attention.report.contents import gather
-from striped_attention.report.read import read
-from striped_attention.training.errors import UsageError
-
-
-class Here(Team):
-    """A team of one in this process: JAX need not start again, nor compile again what it has compiled."""
-
-    def __init__(self, kind, cores, **options):
-        self.subject = kind(rank=0, ranks=1, port=0, **options)
-
-    alive = True
-
-    def ask(self, method, *arguments):
-        if method == "idle":
-            return [0.0]
-        return [getattr(self.subject, method)(*arguments)]
-
-    def close(self):
-        pass
+from striped_attention.core.mask import causal
+from striped_attention.errors import UsageError
+from striped_attention.models.llama import PRESETS
+from striped_attention.options import parse_mask
+from tests.team import Here
 
 
 @pytest.fixture
 def here(monkeypatch):
-    monkeypatch.setattr(blocks, "Team", Here)
-    monkeypatch.setattr(blocks, "check_pinned", lambda: [0])
+    """All workers in this process, where nobody is tied to a core and JAX has its devices already."""
+    for module in (blocks, overhead, peers, rings):
+        monkeypatch.setattr(module, "Team", Here)
+    for module in (blocks, overhead, rings):
+        monkeypatch.setattr(module, "check_pinned", lambda: None)
+    monkeypatch.setattr("striped_bench.bench.contestants.use_virtual", lambda devices: None)
+    monkeypatch.setattr(decode, "use_virtual", lambda devices: None)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,7 +66,7 @@ def layouts_of(rows):
 
 
 @pytest.mark.usefixtures("here")
-def test_layouts_are_timed_by_two_processes_and_by_their_critical_paths(bench, capsys):
+def test_layouts_are_timed_on_the_clock_and_by_their_critical_paths(bench, capsys):
     result = bench("layouts --members 2 --lengths 128 --layouts striped(16) --rounds 1")
     wall, path = result["wall"], result["critical_path"]
     assert wall["devices"] == 2
@@ -98,8 +87,66 @@ def test_layouts_are_timed_by_two_processes_and_by_their_critical_paths(bench, c
     assert len(result["checks"]) == 2 + 2
     assert max(error for check in result["checks"] for error in check["errors"].values()) < 1e-4
     shown = capsys.readouterr().out
-    assert "critical path of 2 devices, 128 tokens" in shown
-    assert "two processes, 128 tokens: round 1 of 1" in shown
+    assert "round 1 of 1" in shown
+    assert "devices 2, length 128, layout striped(16), forward " in shown
+
+
+def test_two_processes_with_a_core_each_compute_one_attention():
+    """Real ones, joined by jax.distributed."""
+    checks = []
+    (row,) = rings.wall([sa.contiguous()], [32], 1, checks)
+    assert row["over_contiguous"] == {"forward": 1, "both": 1}
+    assert row["both"] == row["samples"]["both"][0] > 0
+    assert [check["processes"] for check in checks] == [2]
+    assert max(checks[0]["errors"].values()) < 1e-4
+
+
+class Subject:
+    """Something that a worker holds."""
+
+    def __init__(self, rank, ranks, port, broken=False):
+        self.rank = rank
+        if broken:
+            raise UsageError("Mend it.")
+
+    def cores(self):
+        return sorted(os.sched_getaffinity(0))
+
+    def fail(self, rank):
+        if rank == self.rank:
+            raise ValueError("first line\nsecond line")
+        import time
+
+        time.sleep(1000)
+
+    def die(self):
+        print("last words", flush=True)
+        os.kill(os.getpid(), 9)
+
+
+def test_ranks_own_their_cores_and_are_ended_together(capfd):
+    cores = workers.pick_cores(2)
+    with Team(Subject, [{core} for core in cores]) as team:
+        assert team.ask("cores") == [[core] for core in cores]
+        with pytest.raises(WorkerError, match=r"^ValueError: first line$"):
+            team.ask("fail", 1)
+        assert not team.alive, "the other one would sleep for ever"
+        with pytest.raises(WorkerError, match="ended earlier"):
+            team.ask("cores")
+    assert "second line" in capfd.readouterr().err
+
+
+def test_a_process_alone_survives_an_error_but_not_its_death(capfd):
+    cores = set(workers.pick_cores(2))
+    with Team(Subject, [cores]) as team:
+        with pytest.raises(WorkerError, match=r"^ValueError: first line$"):
+            team.ask("fail", 0)
+        assert team.ask("cores") == [sorted(cores)]
+        with pytest.raises(WorkerError, match=r"process 0 was killed; out of memory\?"):
+            team.ask("die")
+    assert "last words" in capfd.readouterr().err
+    with pytest.raises(UsageError, match=r"^Mend it\.$"):
+        Team(Subject, [cores], broken=True)
 
 
 @pytest.mark.usefixtures("here")
@@ -137,10 +184,19 @@ def test_a_gpu_is_given_more_heads_in_bfloat16(bench, monkeypatch):
     assert all(max(check["errors"].values()) < 0.006 for check in result["checks"])
 
 
-def test_a_machine_without_a_gpu_is_told_so(capfd, tmp_path):
+@pytest.mark.usefixtures("here")
+def test_a_machine_without_a_gpu_is_told_so(capfd, tmp_path, monkeypatch):
+    def none():
+        raise RuntimeError("Unable to initialize backend 'cuda'\nand more")
+
+    monkeypatch.setattr(jax, "devices", none)
+    monkeypatch.setitem(blocks.PLATFORMS, "gpu", "cpu")
     assert main(["bench", "masks", "--platform", "gpu", "--output", str(tmp_path / "x.json")]) == 2
     (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("striped: --platform gpu needs an NVIDIA GPU and JAX's packages for it")
+    assert line.startswith(
+        "striped: --platform gpu needs an NVIDIA GPU and JAX's packages for it; JAX finds none here."
+    )
+    assert line.endswith("'cuda'")
 
 
 def test_a_gpu_has_defaults_of_its_own():
@@ -151,60 +207,38 @@ def test_a_gpu_has_defaults_of_its_own():
 
 
 def test_masks_of_documents_are_as_long_as_they_say():
-    assert np.unique(masks.parse_mask("documents(32, 0)", 128).lo, return_counts=True)[1].tolist() == [32] * 4
-    assert len(np.unique(masks.parse_mask("documents(32)", 4096).lo)) > 32
+    assert np.unique(parse_mask("documents(32, 0)", 128).lo, return_counts=True)[1].tolist() == [32] * 4
+    assert len(np.unique(parse_mask("documents(32)", 4096).lo)) > 32
     for text in ("documents", "window", "window(0)", "causal(3)"):
         with pytest.raises(UsageError, match="--masks") as caught:
-            masks.parse_mask(text, 128)
+            parse_mask(text, 128)
         assert "\n" not in str(caught.value)
 
 
-@pytest.fixture
-def ring_here(monkeypatch):
-    monkeypatch.setattr(positions, "Team", Here)
-    monkeypatch.setattr(positions, "use_virtual", lambda devices: None)
-
-
-@pytest.mark.usefixtures("ring_here")
-def test_positions_are_exact_in_any_layout(bench):
-    rows = bench("positions --members 2 --lengths 64 --layouts striped(4) --positions t5")["rows"]
-    (row,) = rows
-    assert (row["positions"], row["length"], row["layout"], row["devices"]) == ("t5", 64, "striped(4)", 2)
-    assert 0 < row["error"] == max(row["output"], row["gradient"]) < 1e-5
-
-
-@pytest.mark.usefixtures("ring_here")
-def test_wrong_positions_end_the_suite(monkeypatch, tmp_path):
-    right = positions.rotary
-    monkeypatch.setattr(positions, "rotary", lambda at, *options: right(at + at // 32, *options))
-    command = "bench positions --members 2 --lengths 64 --layouts striped(4) --positions rotary --output"
-    with pytest.raises(RuntimeError, match=r"rotary positions are wrong with striped\(4\) on 2 devices"):
-        main([*command.split(), str(tmp_path / "result.json")])
-
-
+@pytest.mark.usefixtures("here")
 def test_overhead_times_every_part_of_a_layer(bench, monkeypatch):
-    monkeypatch.setattr(blocks, "check_pinned", lambda: [0])
-    alone = {overhead.Member: Here, overhead.Wire: Team}
+    alone = {overhead.Layer: Here, overhead.Wire: Team}  # what is sent needs somebody to send it to
     monkeypatch.setattr(overhead, "Team", lambda kind, cores, **options: alone[kind](kind, cores, **options))
     result = bench("overhead --presets debug --members 4 --lengths 64 --layouts striped(4) --rounds 2")
     what = ["attention", "merges", "projections", "feed-forward", "loss", "permute", "hops"]
     assert [row["what"] for row in result["rows"]] == what
     assert all(row["seconds"] > 0 and row["length"] == 64 and row["devices"] == 4 for row in result["rows"])
+    assert {row["times"] for row in result["rows"] if row["what"] in ("loss", "permute")} == {1}
     (checked,) = result["checks"]
     assert set(checked["errors"]) == {"attention", "projections", "feed-forward", "loss"}
     assert max(checked["errors"].values()) < 1e-5
 
 
 @pytest.mark.parametrize("error", [1e-3, float("nan")])
-def test_a_wrong_part_of_a_layer_ends_the_suite(error):
-    assert overhead.check({"loss": 1e-6}) == {"loss": 1e-6}
-    with pytest.raises(RuntimeError, match=r"feed-forward is wrong by .*\. Nothing was timed"):
-        overhead.check({"loss": 1e-6, "feed-forward": error})
+def test_a_wrong_answer_is_not_timed(error):
+    assert require("loss", 1e-6, 1e-4) == 1e-6
+    with pytest.raises(RuntimeError, match=r"feed-forward is wrong by .*, more than 0\.0001\. So it is not timed"):
+        require("feed-forward", error, 1e-4)
 
 
 @pytest.mark.usefixtures("here")
 def test_scale_is_measured_here_and_planned_beyond(bench, monkeypatch):
-    monkeypatch.setattr(scale, "MEMBERS", 2)
+    monkeypatch.setattr(rings, "MEMBERS", 2)
     planned = "--presets 1b --members 8 --lengths 262144 --hardware h100 v5p"
     rows = bench(f"scale --measured 128 {planned} --layouts zigzag --rounds 1")["rows"]
     assert [(row["measured"], row["hardware"]) for row in rows] == [
@@ -256,31 +290,41 @@ class Clock:
     def peak(self):
         return 1
 
+    def idle(self):
+        return 0.0
 
+
+@pytest.mark.usefixtures("here")
 def test_peers_are_checked_and_compared_with_ours(bench, monkeypatch):
-    monkeypatch.setattr(peers, "Team", Here)
     timed = [("ours", "ours", 1.0, 1.0), ("a", "plain-jax", 0.5, 1.001), ("b", "plain-jax", 3.0, 1.0)]
-    field = [peers.Entry(name, family, Clock, dict(seconds=s, off=off)) for name, family, s, off in timed]
-    monkeypatch.setattr(peers, "entries", lambda: field)
+    field = lambda: [peers.Entry(name, family, Clock, seconds=s, off=off) for name, family, s, off in timed]  # noqa: E731
+    monkeypatch.setattr(peers, "entries", field)
     result = bench("peers --peers plain-jax --lengths 1024 --rounds 2")
     assert [(entry["status"], entry["wrong"]) for entry in result["contestants"]] == [
         *(("right", []), ("wrong", ["dv"]), ("right", []))
     ]
     assert result["contestants"][1]["lengths"]["1024"]["both"]["seconds"] == [0.5, 0.5], "called wrong, and timed"
     assert result["fastest_jax_peer"]["1024"]["both"] == {"name": "b", "times_ours": 3.0}
-    field[0].options["off"] = 1.001
+    timed[0] = ("ours", "ours", 1.0, 1.001)
     with pytest.raises(RuntimeError, match="ours gives a wrong answer at 1024 tokens: dv"):
         bench("peers --peers plain-jax --lengths 1024 --rounds 1")
 
 
+class Broken(Here):
+    """Its times are not asked for."""
+
+    def ask(self, method, *arguments):
+        return pytest.fail("timed") if method == "ask" else super().ask(method, *arguments)
+
+
 @pytest.mark.usefixtures("here")
 def test_a_wrong_answer_ends_a_suite_before_anything_is_timed(monkeypatch):
-    case = blocks.Case(contiguous(), causal(), 2, 128)
+    monkeypatch.setattr(blocks, "Team", Broken)
+    case = blocks.Case(sa.contiguous(), causal(), 2, 128)
     with blocks.core() as team:
-        (answer,) = team.ask("prepare", "ring", case, 0)
+        ((answer,),) = team.ask("prepare", [case])
         truth = problem.oracle(problem.make_inputs(128))
         assert problem.check(answer, truth, "a ring")["wrong"] == []
-        monkeypatch.setattr(team.subject, "seconds", lambda name: pytest.fail("timed"))
         monkeypatch.setattr(problem, "oracle", lambda inputs, mask: truth._replace(dv=truth.dv * 1.001))
         with pytest.raises(RuntimeError, match=r"contiguous\(\) on 2 devices gives a wrong answer at 128 tokens: dv"):
             blocks.measure(team, [case], 1, [])
@@ -296,7 +340,6 @@ def test_a_wrong_answer_ends_a_suite_before_anything_is_timed(monkeypatch):
         ("layouts", dict(peers=("plain-jax",)), "--peers is an option of peers, not of layouts"),
         ("tiles", dict(tiles=(0,)), "--tiles must be at least 1; got 0"),
         ("masks", dict(tiles=(8,)), "--tiles is an option of tiles, not of masks"),
-        ("positions", dict(positions=("sinusoidal",)), "--positions must be some of rotary, absolute, alibi, t5"),
         ("scale", dict(measured=(24,)), "--measured must be multiples of 16; got 24"),
         ("scale", dict(hardware=("abacus",)), "--hardware must be some of a100, h100"),
         ("peers", dict(peers=("nobody",)), "--peers must be some of ringattention, plain-jax"),
@@ -310,30 +353,22 @@ def test_nonsense_is_refused_in_one_line(suite, options, message):
 
 
 def test_a_machine_with_too_few_cores_is_told_so(monkeypatch):
-    monkeypatch.setattr(blocks.record, "usable_cores", lambda: [3])
-    assert blocks.pick_cores(1) == [3]
+    monkeypatch.setattr(workers, "usable_cores", lambda: [3])
+    assert workers.pick_cores(1) == [3]
     with pytest.raises(UsageError, match=r"needs 2 cores on Linux.*may use 1"):
-        blocks.pick_cores(2)
+        workers.pick_cores(2)
 
 
-def test_a_decoded_token_sends_partial_results(tmp_path):
-    """In a process of its own, for it has virtual devices of its own."""
-    output = tmp_path / "decode.json"
-    command = [
-        sys.executable,
-        "-m",
-        "striped_attention.cli",
-        *["bench", "decode", "--quick", "--members", "1", "4", "--rounds", "3"],
-    ]
-    subprocess.run([*command, "--output", str(output)], check=True, capture_output=True)
-    found = json.loads(output.read_text())
+@pytest.mark.usefixtures("here")
+def test_a_decoded_token_sends_partial_results(bench, tmp_path):
+    found = bench("decode --quick --lengths 64 --members 1 4 --rounds 3")
     one, four = found["rows"]
     assert (one["wire_bytes"], one["attention_bytes"]) == (0, 0)
     debug = PRESETS["debug"]
     assert four["attention_bytes"] == debug.layers * debug.heads * (debug.head_dim + 1) * 4 * 3
     assert four["wire_bytes"] > four["attention_bytes"]
     assert all(check["error"] < check["tolerance"] == 1e-4 for check in found["checks"])
-    (section,) = (section for section in gather(read([output])).sections if section.name == "decode")
+    (section,) = (section for section in gather(read([tmp_path / "result.json"])).sections if section.name == "decode")
     assert section.draw().axes[0].get_xlabel() == "devices"
 
 

@@ -1,6 +1,8 @@
 """The cache: where tokens lie, what is refused, and that growing texts get the attention of whole ones."""
 
+import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import striped_attention as sa
-from striped_attention import kernel_few
-from striped_attention.oracle import dense_attention
+from striped_attention.core.oracle import dense_attention
+from striped_attention.kernels import decode as kernel_few
 from tests.compare import FLOAT32_TOLERANCE, mesh_of
 
 LAYOUTS = [sa.contiguous(), sa.striped(), sa.striped(3), sa.zigzag()]
@@ -57,9 +59,8 @@ def assert_close(found, wanted, what=""):
     assert error < FLOAT32_TOLERANCE, (what, error)
 
 
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("devices", [1, 2, 4, 8])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize(("devices", "window"), [(1, 5), (2, None), (4, 5), (8, None)])
 def test_token_by_token_is_attention_over_the_text(layout, devices, window):
     q, k, v = text()
     wanted = truth(q, k, v, window)
@@ -73,7 +74,10 @@ def test_token_by_token_is_attention_over_the_text(layout, devices, window):
 
 @pytest.mark.parametrize(
     ("layout", "devices", "window"),
-    [*((layout, 4, window) for layout in LAYOUTS for window in (None, 5)), (LAYOUTS[1], 1, 5), (LAYOUTS[2], 8, 12)],
+    [
+        *((LAYOUTS[0], 4, None), (LAYOUTS[1], 4, 5), (LAYOUTS[2], 2, None), (LAYOUTS[3], 4, 5)),
+        *((LAYOUTS[1], 1, 5), (LAYOUTS[2], 8, 12)),
+    ],
     ids=str,
 )
 def test_a_prompt_in_pieces_and_tokens_after_it(layout, devices, window):
@@ -115,12 +119,17 @@ def test_options_of_attention(name, window):
     q, k, v = text()
     options = OPTIONS[name]
     wanted = truth(q, k, v, window, **options)
-    cache = empty(4, sa.striped(2), window=window).append(k[:, :8], v[:, :8])
-    parts = [cache.layout.permute(x[:, 8:16], 4, 1) for x in (q, k, v)]
-    out, cache = jax.jit(lambda *inputs: sa.prefill_attention(*inputs, **options))(*parts, cache)
-    assert_close(cache.layout.restore(out, 4, 1), wanted[:, 8:16])
-    cache = cache.append(k[:, 16:17], v[:, 16:17])
-    assert_close(sa.decode_attention(q[:, 16:17], cache, **options)[:, 0], wanted[:, 16])
+    cache = empty(2, sa.striped(2), window=window).append(k[:, :8], v[:, :8])
+
+    @jax.jit
+    def run(cache, parts, next_q, next_k, next_v):
+        out, cache = sa.prefill_attention(*parts, cache, **options)
+        return out, sa.decode_attention(next_q, cache.append(next_k, next_v), **options)
+
+    parts = [cache.layout.permute(x[:, 8:16], 2, 1) for x in (q, k, v)]
+    prompt, token = run(cache, parts, *(x[:, 16:17] for x in (q, k, v)))
+    assert_close(cache.layout.restore(np.asarray(prompt), 2, 1), wanted[:, 8:16])
+    assert_close(token[:, 0], wanted[:, 16])
 
 
 def test_several_tokens_at_once():
@@ -307,3 +316,48 @@ def test_what_the_kernel_for_gpus_leaves_to_the_plain_one(monkeypatch):
     assert not any(can(**other) for other in others)
     monkeypatch.setattr(jax, "__version__", "0.13.0")
     assert not can()
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_prefill_attends_to_the_cache_by_the_kernel_that_was_asked_for(monkeypatch, window):
+    """Every part of it: with a kernel that notes its blocks, no other one runs."""
+    from striped_attention.kernels import choice, xla
+
+    ran = []
+
+    other = types.SimpleNamespace(**{**vars(xla), "attend": lambda q: _noting(ran, q, xla._attend)})
+    monkeypatch.setattr(xla, "attend", lambda q: pytest.fail("the kernel xla ran"))
+    monkeypatch.setitem(choice.KERNELS, "other", other)
+    q, k, v = text(16)
+    cache = empty(2, sa.striped(), window=window, new=8)
+    for first in (0, 8):
+        part = [x[:, first : first + 8] for x in (q, k, v)]
+        cache, out = prefill_by("other", cache, *part)
+        assert_close(out, truth(q, k, v, window)[:, first : first + 8])
+    assert ran
+
+
+def prefill_by(kernel, cache, *arrays):
+    out, cache = sa.prefill_attention(
+        *(cache.layout.permute(x, cache.devices, 1) for x in arrays), cache, kernel=kernel
+    )
+    return cache, cache.layout.restore(out, cache.devices, 1)
+
+
+def _noting(ran, q, attend):
+    def run(k, v, block):
+        ran.append(block.start.shape)
+        return attend(q, k, v, dataclasses.replace(block, pattern=None), accelerator=None)
+
+    return run
+
+
+def test_a_kernel_that_cannot_attend_to_the_cache_is_refused():
+    from striped_attention.kernels import cudnn
+
+    q, k, v = text(16)
+    with cudnn.emulated():
+        _, out = prefill_by("cudnn", empty(2, sa.striped()), q, k, v)
+        assert_close(out, truth(q, k, v))
+        with pytest.raises(NotImplementedError, match=r"Kernel 'cudnn' cannot do this: .* Use kernel='xla'"):
+            prefill_by("cudnn", empty(2, sa.striped(), window=4, new=16), q, k, v)

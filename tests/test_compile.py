@@ -1,18 +1,20 @@
 """`striped compile` where it needs no compiler for TPUs: what it refuses, and how it finds the longest length."""
 
+import importlib.util
+
 import jax
 import pytest
 import rich.console
 
 from striped_attention import cli
+from striped_attention.cli.plan import parse_length
 from striped_attention.compiling import command
 from striped_attention.compiling.command import Compiled
 from striped_attention.compiling.config import CompileConfig
 from striped_attention.compiling.topology import describe
-from striped_attention.mesh import make_mesh
-from striped_attention.plan_command import parse_length
+from striped_attention.errors import UsageError
+from striped_attention.runtime.mesh import make_mesh
 from striped_attention.training.config import TrainConfig
-from striped_attention.training.errors import UsageError
 from striped_attention.training.step import Program
 
 
@@ -23,7 +25,8 @@ def test_names_of_topologies(name):
 
 
 def test_a_missing_compiler_is_named(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "libtpu" else found(name))
     assert cli.main(["compile", "--topology", "v4:2x2x4"]) == 2
     wanted = "striped: Compiling for TPUs needs the package libtpu: pip install 'striped-attention[tpu]'\n"
     assert capsys.readouterr().err == wanted

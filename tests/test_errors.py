@@ -1,5 +1,8 @@
 """Bad input gets one clear error: what was required, what came, what to do."""
 
+import types
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import striped_attention as sa
-from striped_attention import kernel_xla
-from striped_attention.attention import KERNELS
+from striped_attention.kernels import xla as kernel_xla
+from striped_attention.kernels.choice import KERNELS, choose
+from striped_attention.kernels.contract import make_request
 from tests.compare import mesh_of
 
 
@@ -224,19 +228,30 @@ def test_attention_inside_shard_map_points_to_attention_shard():
         attend(jnp.ones((1, 16, 2, 8)))
 
 
-class NoSoftcap:
-    """A kernel with a limit."""
-
-    FULL_OUT, SUMS_LAST = True, False
-    attend, attend_grad = staticmethod(kernel_xla.attend), staticmethod(kernel_xla.attend_grad)
-
-    @staticmethod
-    def unsupported(query, key, *, softcap, **_):
-        return None if softcap is None else "it has no softcap."
-
-
 def test_what_a_kernel_cannot_do_names_the_one_that_can(monkeypatch):
-    monkeypatch.setitem(KERNELS, "limited", NoSoftcap())
+    refuse = lambda request: None if request.softcap is None else "it has no softcap."  # noqa: E731
+    limited = types.SimpleNamespace(**{**vars(kernel_xla), "unsupported": refuse})
+    monkeypatch.setitem(KERNELS, "limited", limited)
     assert call(kernel="limited").shape == (1, 16, 4, 8)
     with pytest.raises(NotImplementedError, match=r"'limited' cannot do this: it has no softcap. Use kernel='xla'."):
         call(kernel="limited", softcap=1.0)
+
+
+def test_a_platform_that_nobody_knows_gets_plain_jax():
+    shape = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
+    where = dict(mask=sa.causal(), layout=sa.striped(), devices=4, platform="METAL")
+    for name in ("auto", "xla"):
+        assert choose(name, make_request(shape, shape, **where)).name == "xla"
+    with pytest.raises(NotImplementedError, match=r"It runs on GPUs; this is a METAL\. Use kernel='xla'\."):
+        choose("cudnn", make_request(shape, shape, **where))
+
+
+def test_a_warning_that_is_an_error_comes_again():
+    shape = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
+    where = dict(mask=sa.causal(), layout=sa.striped(), devices=3, platform="gpu", softcap=1.75)
+    request = make_request(shape, shape, **where)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(sa.SlowKernelWarning):
+                choose("auto", request)

@@ -2,14 +2,15 @@
 
 import json
 import pathlib
+import re
 import shutil
 
 import numpy as np
 import pytest
 
 from striped_attention import cli
+from striped_attention.errors import UsageError
 from striped_attention.generation import text
-from striped_attention.training.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,8 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     data = folder / "text.txt"
     data.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    command = f"train --sequence-length 256 --steps 40 --learning-rate 3e-3 --dtype float32 --data {data}"
+    command = "train --layers 2 --dim 32 --ffn 64 --heads 2 --kv-heads 1 --batch 8 --mesh data=8 --sequence-length 64"
+    command += f" --steps 30 --learning-rate 1e-2 --dtype float32 --data {data}"
     assert cli.main([*command.split(), "--checkpoint-dir", str(folder / "run")]) == 0
     return folder / "run"
 
@@ -105,6 +107,25 @@ def test_text_comes_as_the_whole_of_it_reads():
     assert stream.finish() == "\N{REPLACEMENT CHARACTER}"
 
 
+def test_bytes_that_are_no_character_do_not_stop_the_text():
+    """After a character that was shown, and at the end of a prompt: nothing is shown twice, nothing raises."""
+    tokenizer, broken = spaces(), "\N{REPLACEMENT CHARACTER}"
+    stream = text.TokenStream(tokenizer, [0])
+    assert [stream.add(token) for token in (4, 5, 4, 1, 2)] == ["", "é", "", f"{broken} b", "c"]
+    assert stream.finish() == ""
+    stream = text.TokenStream(tokenizer, [0, 1, 4])
+    assert [stream.add(token) for token in (2, 1)] == ["c", " b"]
+
+
+def test_a_stream_hides_no_other_error():
+    class Broken:
+        def decode(self, tokens):
+            return ""
+
+    with pytest.raises(TypeError):
+        text.TokenStream(Broken(), [0]).add(1)
+
+
 def test_lines_of_prompts(tmp_path):
     plain, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     plain.write_bytes("\ufeffone\r\n\n  \ntwo\u2028still two\n".encode())
@@ -152,6 +173,62 @@ def test_two_processes_write_what_one_writes(trained, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.stdin", io.StringIO("the quick brown"))
     assert cli.main([*command, str(tmp_path / "two"), "--local-processes", "2", "--cpu-devices", "1"]) == 0
     assert (tmp_path / "one").read_text() == (tmp_path / "two").read_text() != ""
+
+
+def with_tokenizer(folder, outside, how):
+    """A run that seems to come with the tokenizer `outside`, which is none of its files."""
+    record = folder / "run.json"
+    if how == "run.json":
+        runs = json.loads(record.read_text())
+        runs[-1]["options"]["tokenizer"] = str(outside)
+        record.write_text(json.dumps(runs))
+    elif how == "dots":
+        (folder / "tokenizer.json").symlink_to(f"../{outside.name}")
+    elif how == "link":
+        (folder / "tokenizer.json").symlink_to(outside)
+    else:
+        shutil.copy(outside, folder / "tokenizer.json")
+        (folder / "tokenizer_config.json").symlink_to(outside)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("run.json", "must lie in its folder, and .* has no tokenizer.json.*trained with .*secret.*--tokenizer"),
+        ("dots", "must lie in its folder, but .*tokenizer.json is a link to .*secret.*--tokenizer"),
+        ("link", "must lie in its folder, but .*tokenizer.json is a link to .*secret.*--tokenizer"),
+        ("beside", "must lie in its folder, but .*tokenizer_config.json is a link to .*secret"),
+    ],
+)
+def test_no_file_of_this_machine_is_published_because_a_run_says_so(trained, capsys, tmp_path, how, message):
+    folder = pathlib.Path(shutil.copytree(trained, tmp_path / "copy"))
+    secret = write_byte_tokenizer(tmp_path / "secret.json")
+    with_tokenizer(folder, secret, how)
+    export = ["export", "--model", str(folder), "--output", str(tmp_path / "hub")]
+    capsys.readouterr()
+    assert cli.main(export) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(f"striped: The (tokenizer|files) of a run {message}", line)
+    assert not (tmp_path / "hub").exists()
+    if how != "beside":  # which only belongs to what is published
+        assert generate(capsys, "--model", folder, "--prompt", "a") == (2, "", line + "\n")
+    else:
+        assert cli.main([*export, "--tokenizer", str(folder / "tokenizer.json")]) == 2, "nor with this one's files"
+    assert cli.main([*export, "--tokenizer", str(secret)]) == 0, "a user may"
+    assert (tmp_path / "hub" / "tokenizer.json").read_text() == secret.read_text()
+
+
+def test_a_runs_own_tokenizer_is_used_and_exported(trained, capsys, tmp_path):
+    """As `striped train --tokenizer` keeps it; a link inside the folder is as good as a file."""
+    folder = pathlib.Path(shutil.copytree(trained, tmp_path / "copy"))
+    write_byte_tokenizer(folder / "mine.json")
+    (folder / "tokenizer.json").symlink_to("mine.json")
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert cli.main(["export", "--model", str(folder), "--output", str(tmp_path / "hub")]) == 0
+    assert (tmp_path / "hub" / "tokenizer.json").read_text() == (folder / "mine.json").read_text()
+    assert (tmp_path / "hub" / "tokenizer_config.json").read_text() == "{}"
+    command = ("--prompt", "the quick brown", "--max-tokens", 5, "--dtype", "float32")
+    assert generate(capsys, "--model", folder, *command)[:2] == generate(capsys, "--model", trained, *command)[:2]
 
 
 def without(folder, name):

@@ -9,14 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from striped_bench.bench import gpu, mock
+from striped_bench.bench.blocks import replay
 
 import striped_attention as sa
-from striped_attention import kernel_cudnn, kernel_few
-from striped_attention.bench.gpu import one_gpu, worker
-from striped_attention.kernel import Partial
-from striped_attention.oracle import dense_attention, dense_partial
-from striped_attention.replay import replay
-from striped_attention.ring import Ring
+from striped_attention.core.oracle import dense_attention, dense_partial
+from striped_attention.core.partial import Partial
+from striped_attention.kernels import cudnn
+from striped_attention.kernels import decode as kernel_few
+from striped_attention.strategies.ring import Ring
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU; see `make test-gpu`")
 
@@ -43,12 +44,12 @@ def exact(q, k, v, dout, seen):
 
 @jax.jit
 def forward(q, k, v, block):
-    return kernel_cudnn.attend(q)(k, v, block)
+    return cudnn.attend(q)(k, v, block)
 
 
 @jax.jit
 def backward(q, k, v, dout, truth, block):
-    return kernel_cudnn.attend_grad(q, *truth, dout.astype(jnp.float32))(k, v, block)[:3]
+    return cudnn.attend_grad(q, *truth, dout.astype(jnp.float32))(k, v, block)[:3]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
@@ -65,8 +66,8 @@ def test_contract(layout, dim, heads, kv_heads, dtype, members, windows):
     k, v = (random(2, slots, kv_heads, dim, seed=i, dtype=dtype) for i in (2, 3))
     masks = [sa.causal(), sa.full(), *map(sa.sliding_window, windows)]
     for mask, here, there in itertools.product(masks, range(members), range(members)):
-        ring = Ring("s", members, layout, length, length, kernel_cudnn, dim**-0.5)
-        block = ring.block(mask, None, here, there, own=here == there)
+        ring = Ring("s", members, layout, length, length, cudnn, dim**-0.5)
+        block = ring.meetings(mask, None, here)(there, here == there)
         slot = np.arange(slots)
         seen = (block.start[0][:, None] <= slot) & (slot < block.end[0][:, None])
         truth, expected = exact(q, k, v, dout, seen)
@@ -120,9 +121,9 @@ def test_bf16_errors_stay_within_twice_those_of_one_gpu(members):
     k, v = (random(1, length, 2, 128, seed=i) for i in (2, 3))
     truth = sampled_truth(q, k, v, dout, rows)
 
-    single = [error(x[0, rows], t) for x, t in zip(jax.jit(one_gpu)(q, k, v, dout), truth, strict=True)]
+    single = [error(x[0, rows], t) for x, t in zip(jax.jit(gpu.one_gpu)(q, k, v, dout), truth, strict=True)]
     for layout in LAYOUTS:
-        ring = replay(q, k, v, dout, kernel=kernel_cudnn, layout=layout, mask=sa.causal(), members=members)
+        ring = replay(q, k, v, dout, kernel=cudnn, layout=layout, mask=sa.causal(), members=members)
         errors = [error(x[0, rows], t) for x, t in zip(ring, truth, strict=True)]
         shown = "  ".join(
             f"{n} {a:.2e} ({b:.2e})" for n, a, b in zip(["out", "dq", "dk", "dv"], errors, single, strict=True)
@@ -134,7 +135,7 @@ def test_bf16_errors_stay_within_twice_those_of_one_gpu(members):
 @pytest.mark.parametrize(("members", "slots"), [(2, 8192), (3, 8192), (4, 8192), (8, 8192), (8, 2048), (16, 8192)])
 def test_transfers_are_hidden_behind_attention(members, slots):
     """All of them, forward and backward, in the program that is compiled for so many GPUs."""
-    for row in worker("schedule", members=members, length=members * slots, heads="32:8"):
+    for row in mock.results(gpu.schedule, members, members=members, length=members * slots, heads="32:8"):
         exposed = [t for t in row["transfers"] if not t["hidden"]]
         print(f"{members} members, {slots} slots, {row['layout']}: {len(exposed)} of {len(row['transfers'])} exposed")
         assert not exposed, f"{row['layout']}: {exposed}"
@@ -157,6 +158,7 @@ def test_decoding_reads_the_cache_as_plain_jax_does(heads):
         assert np.abs(found.out - wanted.out).max() < 4e-3
 
 
+@pytest.mark.filterwarnings("ignore::striped_attention.SlowKernelWarning")  # of a window's cache
 @pytest.mark.parametrize("window", [None, 300])
 def test_a_prompt_in_pieces_on_a_gpu(window):
     """Pieces of two texts, the first of different lengths, with the kernel that auto takes, and tokens after them."""

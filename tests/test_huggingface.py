@@ -24,11 +24,11 @@ from safetensors.numpy import load_file, save_file
 
 import striped_attention as sa
 from striped_attention import huggingface
+from striped_attention.core.oracle import dense_attention
+from striped_attention.errors import UsageError
 from striped_attention.huggingface.config import config_json
-from striped_attention.model import PRESETS, ModelConfig, after, before, logits, split_layer
-from striped_attention.oracle import dense_attention
-from striped_attention.rotary import Stretch
-from striped_attention.training.errors import UsageError
+from striped_attention.models.llama import PRESETS, ModelConfig, after, before, logits, split_layer
+from striped_attention.models.rotary import Stretch
 
 LENGTH = 48
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, LENGTH)).astype(np.int32)

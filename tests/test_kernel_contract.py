@@ -1,4 +1,11 @@
-"""The contract that every kernel must pass: one block, arbitrary ranges, forward and backward, against the oracle."""
+"""The contract that every kernel must pass: one block, forward and backward, against the oracle.
+
+Every kernel of the list runs here, on a CPU, by all of its emulations. A case that a kernel refuses by `unsupported`
+must be refused with a reason; all others must be exact. No kernel is named.
+"""
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -6,21 +13,22 @@ import numpy as np
 import pytest
 
 import striped_attention as sa
-from striped_attention.attention import KERNELS
-from striped_attention.kernel import Block, Partial, merge, tile_spans
-from striped_attention.oracle import dense_partial
-from tests.compare import FLOAT32_TOLERANCE, interpreted
+from striped_attention.core.oracle import dense_partial
+from striped_attention.core.partial import Partial, merge
+from striped_attention.kernels.choice import KERNELS, refusal
+from striped_attention.kernels.contract import Block, Kernel, Pattern, Same, make_request
+from striped_attention.kernels.tiles import tile_spans
+from striped_attention.strategies.ring import Ring
+from tests.compare import FLOAT32_TOLERANCE
 
-RANGES = ["xla", "xla as on accelerators", "pallas_tpu in the interpreter"]  # what takes arbitrary ranges
-TABLES = RANGES[:2]  # and a bias by a table
+WAYS = [(name, way) for name, kernel in KERNELS.items() for way in kernel.EMULATIONS]
 
 # batch, queries, keys, heads, kv_heads, dim, tile
 SHAPES = [
-    (2, 24, 24, 4, 2, 8, (8, 4)),
-    (1, 37, 23, 6, 2, 16, (8, 8)),
-    (1, 5, 70, 4, 1, 8, None),
+    (2, 24, 24, 2, 1, 8, (8, 12)),
+    (1, 37, 23, 4, 2, 16, (16, 8)),
+    (1, 5, 70, 3, 1, 8, None),
     (2, 64, 16, 2, 2, 4, (64, 16)),
-    (1, 37, 23, 2, 2, 8, (8, 8)),
 ]
 OPTIONS = {
     "softcap": {"softcap": 2.0, "scale": 0.7},
@@ -29,27 +37,24 @@ OPTIONS = {
 }
 
 
-@pytest.fixture(params=RANGES)
-def kernel(request, monkeypatch):
-    """A kernel; of the two ways that `xla` goes by platform, both are run on this one."""
-    name, _, way = request.param.partition(" ")
-    if not way:
+@pytest.fixture(params=WAYS, ids=lambda way: f"{way[0]} {way[1]}")
+def kernel(request):
+    name, way = request.param
+    with KERNELS[name].EMULATIONS[way]():
         yield KERNELS[name]
-    elif name == "pallas_tpu":
-        with interpreted():
-            yield KERNELS[name]
-    else:
-        taken = []
 
-        def platform_dependent(*args, default, **_):
-            taken.append(default)
-            return default(*args)
 
-        jax.clear_caches()
-        monkeypatch.setattr(jax.lax, "platform_dependent", platform_dependent)
-        yield KERNELS[name]
-        jax.clear_caches()
-        assert len(taken) >= 2, "forward and backward"
+def refused(kernel, mask=None, bias=None, softcap=None, layout=None, devices=1, slots=64, length=None):
+    """The reason why a kernel cannot take such blocks, in what its platform computes in; None if it can."""
+    (name,) = (name for name, other in KERNELS.items() if other is kernel)
+    shape = jax.ShapeDtypeStruct((1, slots, 2, 64), jnp.bfloat16)
+    request = make_request(
+        shape, shape, mask=mask, layout=layout or sa.striped(), devices=devices, length=length, bias=bias,
+        softcap=softcap, platform=next(iter(kernel.RATES)), here=False,
+    )  # fmt: skip
+    reason = refusal(name, request)
+    assert reason is None or (reason.startswith("It ") and reason.endswith(".")) or "cannot" in reason
+    return reason
 
 
 def random_ranges(rng, rows, queries, keys):
@@ -76,28 +81,30 @@ def visible_keys(start, end, keys):
 def oracle(inputs, start, end, positions, options, dout):
     """Output, lse and gradients in float64."""
     with jax.enable_x64(True):
-        inputs = [jnp.asarray(x.astype(np.float64)) for x in inputs]
+        *inputs, dout = (jnp.asarray(x.astype(np.float64)) for x in (*inputs, dout))
         distance = positions[1][None, :] - positions[0][:, None]
         visible = visible_keys(start, end, inputs[1].shape[1])
-
-        def forward(q, k, v, weights):
-            bias = options["bias"](weights) if "bias" in options else None
-            rest = {name: x for name, x in options.items() if name != "bias"}
-            return dense_partial(q, k, v, visible, bias=bias, distance=distance, **rest)
-
-        @jax.jit
-        def run(inputs, dout):
-            partial, pull = jax.vjp(forward, *inputs)
-            return (*partial, *pull(Partial(dout, jnp.zeros_like(partial.lse))))
-
-        return [np.asarray(x) for x in run(inputs, jnp.asarray(dout.astype(np.float64)))]
+        return [np.asarray(x) for x in dense_run(tuple(options.items()), inputs, visible, distance, dout)]
 
 
-def kernel_run(kernel, tile, inputs, start, end, positions, options, dout):
+@functools.partial(jax.jit, static_argnums=0)
+def dense_run(options, inputs, visible, distance, dout):
+    rest = dict(options)
+    bias = rest.pop("bias", None)
+
+    def forward(q, k, v, weights):
+        return dense_partial(q, k, v, visible, bias=bias and bias(weights), distance=distance, **rest)
+
+    partial, pull = jax.vjp(forward, *inputs)
+    return (*partial, *pull(Partial(dout, jnp.zeros_like(partial.lse))))
+
+
+def kernel_run(kernel, tile, inputs, start, end, positions, options, dout, pattern=None):
     q, k, v, weights = (jnp.asarray(x) for x in inputs)
     rest = {"scale": q.shape[-1] ** -0.5, **{name: x for name, x in options.items() if name != "bias"}}
     bias, bias_pull = jax.vjp(options["bias"], weights) if "bias" in options else (None, None)
-    block = Block(*(jnp.asarray(x) for x in (start, end, *positions)), bias=bias, tile=tile, **rest)
+    arrays = (jnp.asarray(x) for x in (start, end, *positions))
+    block = Block(*arrays, bias=bias, tile=tile, pattern=pattern, **rest)
     out, lse = kernel.attend(q)(k, v, block)
     dq, dk, dv, dbias = kernel.attend_grad(q, out, lse, jnp.asarray(dout))(k, v, block)
     dweights = jnp.zeros_like(weights) if bias is None else bias_pull(dbias)[0]
@@ -113,30 +120,77 @@ def assert_close(actual, expected, tolerance=FLOAT32_TOLERANCE):
         assert error <= tolerance, f"{name}: error {error:.2e}"
 
 
+def test_every_kernel_has_all_that_the_contract_asks_for(kernel):
+    assert isinstance(kernel, Kernel)
+
+
+@pytest.mark.parametrize("layout", [sa.contiguous(), sa.zigzag(), sa.striped()], ids=repr)
+@pytest.mark.parametrize("mask", [sa.causal(), sa.full(), sa.sliding_window(17)], ids=str)
+def test_what_every_kernel_must_accept(kernel, layout, mask):
+    """Otherwise all of its cases below could be refused."""
+    assert refused(kernel, mask, layout=layout, devices=3, slots=12) is None
+    assert refused(kernel, mask, layout=sa.striped(4), devices=1, slots=12) is None
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("rows", ["one mask for all", "a mask for each"])
-def test_arbitrary_ranges(kernel, shape, rows):
-    for seed in range(3):
-        rng, inputs, dout, positions = make(shape, seed)
-        start, end = random_ranges(rng, 1 if rows == "one mask for all" else shape[0], shape[1], shape[2])
+def test_arbitrary_ranges(kernel, shape):
+    """One mask for all sequences, then one for each."""
+    if refused(kernel):
+        with pytest.raises(NotImplementedError, match="takes no ranges"):
+            kernel.attend(jnp.zeros((1, 8, 2, 8)))(*jnp.zeros((2, 1, 8, 2, 8)), Block(*np.zeros((4, 1, 8), np.int32)))
+        return
+    for rows in (1, shape[0]):
+        rng, inputs, dout, positions = make(shape, seed=rows)
+        start, end = random_ranges(rng, rows, shape[1], shape[2])
         expected = oracle(inputs, start, end, positions, {}, dout)
         assert_close(kernel_run(kernel, shape[-1], inputs, start, end, positions, {}, dout), expected)
 
 
-@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
-@pytest.mark.parametrize(
-    ("kernel", "name"),
-    [(kernel, name) for kernel in RANGES for name in OPTIONS if name != "relative" or kernel in TABLES],
-    indirect=["kernel"],
-)
-def test_every_option(kernel, shape, name):
+@pytest.mark.parametrize("layout", [sa.contiguous(), sa.zigzag(), sa.striped(), sa.striped(3)], ids=repr)
+@pytest.mark.parametrize("mask", [sa.causal(), sa.full(), sa.sliding_window(7), sa.sliding_window(17)], ids=str)
+def test_the_blocks_of_a_ring(kernel, layout, mask):
+    """Those of a mask that is known while tracing, which kernels without ranges recognise by the layout's runs."""
+    devices, slots, dim = 3, 12, 8
+    if refused(kernel, mask, layout=layout, devices=devices, slots=slots):
+        return
+    rng = np.random.default_rng(0)
+    q, dout = rng.standard_normal((2, 1, slots, 2, dim)).astype("float32")
+    k, v = rng.standard_normal((2, 1, slots, 1, dim)).astype("float32")
+    inputs = (q, k, v, np.zeros((2, 8), "float32"))
+    ring = Ring("s", devices, layout, devices * slots, devices * slots, kernel, dim**-0.5)
+    for here, there in [(0, 0), (0, 1), (1, 0), (2, 1)]:
+        block = ring.meetings(mask, None, here)(there, here == there)
+        assert isinstance(block.pattern, Pattern)
+        ranges = (block.start, block.end, (block.query_positions, block.key_positions))
+        expected = oracle(inputs, *ranges, {}, dout)
+        assert_close(kernel_run(kernel, None, inputs, *ranges, {}, dout, block.pattern), expected)
+
+
+def test_queries_that_all_see_the_same_keys(kernel):
+    """The first ones of each sequence, which may be none: how new tokens see a cache. Forward only."""
+    shape = (3, 24, 20, 4, 2, 8, None)
+    assert refused(kernel, sa.full()) is None
+    _, inputs, dout, positions = make(shape, 0)
+    end = np.broadcast_to(np.array([[7], [0], [20]], np.int32), (3, 24))
+    block = Block(*map(jnp.asarray, (np.zeros_like(end), end, *positions)), pattern=Same(), scale=8**-0.5)
+    found = kernel.attend(jnp.asarray(inputs[0]))(jnp.asarray(inputs[1]), jnp.asarray(inputs[2]), block)
+    out, lse, *_ = oracle(inputs, np.zeros_like(end), end, positions, {}, dout)
+    np.testing.assert_allclose(found.out, out, atol=FLOAT32_TOLERANCE)
+    np.testing.assert_allclose(found.lse, lse, atol=FLOAT32_TOLERANCE)
+
+
+@pytest.mark.parametrize(("name", "shape"), list(zip(OPTIONS, SHAPES, strict=False)), ids=str)
+def test_every_option(kernel, name, shape):
+    options = OPTIONS[name]
+    bias = options["bias"](jnp.ones((2, 8))) if "bias" in options else None
+    if refused(kernel, bias=bias, softcap=options.get("softcap")):
+        return
     rng, inputs, dout, positions = make(shape, 0)
     start, end = random_ranges(rng, shape[0], shape[1], shape[2])
-    expected = oracle(inputs, start, end, positions, OPTIONS[name], dout)
-    assert_close(kernel_run(kernel, shape[-1], inputs, start, end, positions, OPTIONS[name], dout), expected)
+    expected = oracle(inputs, start, end, positions, options, dout)
+    assert_close(kernel_run(kernel, shape[-1], inputs, start, end, positions, options, dout), expected)
 
 
-@pytest.mark.parametrize("kernel", TABLES, indirect=True)
 def test_a_bias_of_minus_infinity_hides_keys(kernel):
     """Whole tiles of them, for some queries all of them, though the mask shows every key."""
     shape = (1, 16, 40, 4, 2, 8, (8, 8))
@@ -147,6 +201,8 @@ def test_a_bias_of_minus_infinity_hides_keys(kernel):
     def bias(weights):  # far back is the last of the 4 buckets for keys before the query
         return sa.relative_bias(weights.T.at[3].set(-jnp.inf), bidirectional=True, max_distance=16)
 
+    if refused(kernel, bias=bias(jnp.ones((2, 8)))):
+        return
     expected = oracle(inputs, start, end, positions, {"bias": bias}, dout)
     actual = kernel_run(kernel, shape[-1], inputs, start, end, positions, {"bias": bias}, dout)
     assert np.isneginf(actual[1][0, -4:]).all()
@@ -154,33 +210,54 @@ def test_a_bias_of_minus_infinity_hides_keys(kernel):
     assert_close(actual, expected)
 
 
-def test_results_are_float32_for_bfloat16_inputs(kernel, request):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_results_are_float32_for_smaller_inputs(kernel, dtype):
+    if dtype == "float16" and "float16" in (refused_dtype(kernel, dtype) or ""):
+        return
+    _, inputs, dout, positions = make(SHAPES[0], 0, dtype)
+    start, end = np.zeros((1, 24), np.int32), np.arange(1, 25, dtype=np.int32)[None]
+    pattern = Pattern(sa.striped(), 1, 24, causal=True, window=None, own=True)
+    actual = kernel_run(kernel, (8, 12), inputs, start, end, positions, {}, dout, pattern)
+    assert {x.dtype for x in actual} == {jnp.float32.dtype}
+    # Where tiles are float32 inside, the inputs' own rounding is the only one; others round probabilities too.
+    assert_close(actual, oracle(inputs, start, end, positions, {}, dout), 2.0**-7 if dtype == "bfloat16" else 2.0**-10)
+
+
+def refused_dtype(kernel, dtype):
+    (name,) = (name for name, other in KERNELS.items() if other is kernel)
+    shape = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.dtype(dtype))
+    where = dict(layout=sa.striped(), devices=1, platform=next(iter(kernel.RATES)), here=False)
+    return refusal(name, make_request(shape, shape, mask=sa.causal(), **where))
+
+
+def test_a_cpu_computes_small_inputs_in_float32():
+    kernel = KERNELS["xla"]
     rng, inputs, dout, positions = make(SHAPES[0], 0, "bfloat16")
     start, end = random_ranges(rng, 1, 24, 24)
-    actual = kernel_run(kernel, (8, 4), inputs, start, end, positions, {}, dout)
-    assert {x.dtype for x in actual} == {jnp.float32.dtype}
-    # Tiles are float32 inside, so the inputs' own rounding is the only one; an accelerator rounds probabilities too.
-    rounds = request.node.callspec.params["kernel"] != "xla" or jax.default_backend() != "cpu"
-    tolerance = 2.0**-8 if rounds else FLOAT32_TOLERANCE
-    assert_close(actual, oracle(inputs, start, end, positions, {}, dout), tolerance)
+    actual = kernel_run(kernel, (8, 12), inputs, start, end, positions, {}, dout)
+    assert_close(actual, oracle(inputs, start, end, positions, {}, dout))
 
 
 def test_rows_without_keys_give_nothing_and_get_nothing(kernel):
+    if refused(kernel):
+        return
     _, inputs, dout, positions = make(SHAPES[0], 0)
     nothing = np.full((1, 24), 7, np.int32)
-    out, lse, dq, dk, dv, _ = kernel_run(kernel, (8, 4), inputs, nothing, nothing, positions, {}, dout)
+    out, lse, dq, dk, dv, _ = kernel_run(kernel, (8, 12), inputs, nothing, nothing, positions, {}, dout)
     assert np.isneginf(lse).all()
     for x in (out, dq, dk, dv):
         assert (np.asarray(x) == 0).all()
 
 
 def test_blocks_merge_to_the_whole_and_gradients_add_up(kernel):
-    shape = (2, 24, 40, 4, 2, 8, (8, 8))
+    if refused(kernel):
+        return
+    shape = (1, 24, 40, 2, 1, 8, (8, 8))
     rng, (q, k, v, _), dout, (qp, kp) = make(shape, 3)
     q, k, v = (jnp.asarray(x) for x in (q, k, v))
-    start, end = random_ranges(rng, 2, 24, 40)
-    whole = kernel_run(kernel, shape[-1], (q, k, v, np.zeros((4, 8), "float32")), start, end, (qp, kp), {}, dout)
-    pieces, total = [(0, 13), (13, 14), (14, 40)], Partial(jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf))
+    start, end = random_ranges(rng, 1, 24, 40)
+    whole = kernel_run(kernel, shape[-1], (q, k, v, np.zeros((2, 8), "float32")), start, end, (qp, kp), {}, dout)
+    pieces, total = [(0, 39), (39, 40)], Partial(jnp.zeros(q.shape), jnp.full(q.shape[:3], -jnp.inf))
     blocks = []
     for first, last in pieces:
         clipped = (jnp.asarray((x - first).clip(0, last - first)) for x in (start, end))
@@ -193,6 +270,14 @@ def test_blocks_merge_to_the_whole_and_gradients_add_up(kernel):
     dq = sum(g[0] for g in grads)
     dk, dv = (jnp.concatenate([g[i] for g in grads], axis=1) for i in (1, 2))
     assert_close((*total, dq, dk, dv, whole[5]), [np.asarray(x, np.float64) for x in whole])
+
+
+def test_requests_are_all_that_kernels_look_at(kernel):
+    """Frozen and hashable; a tile of one's own, or the kernel's."""
+    shape = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
+    request = make_request(shape, shape, mask=sa.causal(), layout=sa.striped(), devices=2, platform="cpu")
+    assert hash(request) == hash(dataclasses.replace(request))
+    assert all(isinstance(side, int) for side in kernel.default_tile(request))
 
 
 def test_merge_is_associative_and_has_an_identity():

@@ -7,23 +7,24 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 import striped_attention as sa
-from striped_attention import kernel_pallas_tpu, tile_list
-from striped_attention.attention import KERNELS, choose_kernel
-from striped_attention.kernel import Block, tile_spans
-from tests.compare import interpreted
+from striped_attention.kernels import tpu
+from striped_attention.kernels.choice import KERNELS, choose, refusal
+from striped_attention.kernels.contract import Block, make_request
+from striped_attention.kernels.tiles import tile_spans
+from striped_attention.kernels.tpu import tile_list
+from striped_attention.kernels.tpu.emulation import emulated
 from tests.test_kernel_contract import assert_close, kernel_run, oracle, random_ranges
 
-WHAT = dict(softcap=None, bias=None, mask=sa.causal(), layout=sa.striped(), devices=4, tile=None, padded=False)
+WHAT = dict(mask=sa.causal(), layout=sa.striped(), devices=4, platform="tpu")
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dim", "dtype"), [(64, "float32"), (128, "bfloat16"), (256, "bfloat16")])
 def test_heads_and_tiles_as_models_have_them(dim, dtype):
     shape = (1, 200, 300, 4, 2, dim)
     *inputs, dout = wide(shape, dtype)
     start, end = random_ranges(np.random.default_rng(1), 1, 200, 300)
     positions = np.arange(200, dtype=np.int32), np.arange(300, dtype=np.int32)
-    with interpreted():
+    with emulated():
         actual = kernel_run(KERNELS["pallas_tpu"], (128, 128), inputs, start, end, positions, {}, dout)
     tolerance = 1e-5 if dtype == "float32" else 2.0**-7  # the inputs' own rounding, and that of probabilities
     assert_close(actual, oracle(inputs, start, end, positions, {}, dout), tolerance)
@@ -77,41 +78,49 @@ def test_hidden_tiles_are_no_steps_of_the_grid():
     q, k, v, _, dout = map(jnp.asarray, wide((1, 64, 64, 2, 2, 8)))
     block = Block(jnp.zeros((1, 64), jnp.int32), jnp.asarray(position[None] + 1), position, position, tile=(16, 16))
     with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(grid_point_recorder=record)):
-        out, lse = jax.block_until_ready(kernel_pallas_tpu.attend(q)(k, v, block))
+        out, lse = jax.block_until_ready(tpu.attend(q)(k, v, block))
         forward = len(steps)
-        jax.block_until_ready(kernel_pallas_tpu.attend_grad(q, out, lse, dout)(k, v, block))
+        jax.block_until_ready(tpu.attend_grad(q, out, lse, dout)(k, v, block))
     assert forward == 2 * 10
     assert len(steps) - forward == 2 * 10
 
 
 def test_what_it_cannot_do_is_said():
     query, key = (jax.ShapeDtypeStruct((1, 1024, heads, 128), jnp.bfloat16) for heads in (8, 2))
-    refuse = lambda query=query, key=key, **what: kernel_pallas_tpu.unsupported(  # noqa: E731
-        query, key, **{**WHAT, "platform": "tpu", **what}
+    refuse = lambda query=query, key=key, **what: refusal(  # noqa: E731
+        "pallas_tpu", make_request(query, key, **{**WHAT, **what})
     )
     assert refuse() is None
-    assert refuse(mask=sa.sliding_window(7), layout=sa.striped(256), softcap=3.0, padded=True) is None
+    assert refuse(mask=sa.sliding_window(7), layout=sa.striped(256), softcap=3.0, length=4000) is None
     assert refuse(bias=sa.alibi(np.ones(8, np.float32))) is None
     assert "only alibi" in refuse(bias=sa.relative_bias(np.ones((8, 8), np.float32)))
     assert "multiples of 128; got (64, 128)" in refuse(tile=(64, 128))
-    assert "It runs on TPUs; this is a cpu." in refuse(platform="cpu")
+    assert refuse(platform="cpu") == "It runs on TPUs; this is a cpu."
     wide = jax.ShapeDtypeStruct((1, 1024, 8, 512), jnp.bfloat16)
     assert "at most 256; got 512" in refuse(query=wide)
     half = jax.ShapeDtypeStruct((1, 1024, 8, 128), jnp.float16)
     assert "computes in bfloat16 or float32; the queries are float16" in refuse(query=half)
     long = jax.ShapeDtypeStruct((1, 2**20, 8, 128), jnp.bfloat16)
-    assert "at most 250,000 tiles; 1,048,576 tokens" in refuse(query=long, key=long)
+    assert "at most 250,000 tiles; 1,048,576 queries" in refuse(query=long, key=long)
     wide = jax.ShapeDtypeStruct((1, 360_448, 8, 256), jnp.bfloat16)
     assert "tiles of (512, 512) have more" in refuse(query=wide, key=wide)
 
 
 def test_auto_takes_it_on_tpus():
     query, key = (jax.ShapeDtypeStruct((1, 1024, heads, 128), jnp.bfloat16) for heads in (8, 2))
-    documents = sa.documents(np.zeros((1, 4096), np.int32))
-    assert choose_kernel("auto", query, key, **WHAT, platform="tpu") == "pallas_tpu"
-    assert choose_kernel("auto", query, key, **{**WHAT, "mask": documents}, platform="tpu") == "pallas_tpu"
-    assert choose_kernel("auto", query, key, **WHAT, platform="cpu") == "xla"
+    request = make_request(query, key, **WHAT)
+    documents = make_request(query, key, **{**WHAT, "mask": sa.documents(np.zeros((1, 4096), np.int32))})
+    elsewhere = make_request(query, key, **{**WHAT, "platform": "cpu"})
+    assert choose("auto", request).name == choose("auto", documents).name == "pallas_tpu"
+    assert choose("auto", elsewhere).name == "xla"
     with pytest.raises(
         NotImplementedError, match=r"Kernel 'pallas_tpu' cannot do this: It runs on TPUs; this is a cpu"
     ):
-        choose_kernel("pallas_tpu", query, key, **WHAT, platform="cpu")
+        choose("pallas_tpu", elsewhere)
+
+
+def test_the_tile_follows_the_chip():
+    query = jax.ShapeDtypeStruct((1, 4096, 8, 128), jnp.bfloat16)
+    tile = lambda kind: choose("pallas_tpu", make_request(query, query, **WHAT, device_kind=kind)).tile  # noqa: E731
+    assert tile("TPU v4") == (512, 1024)
+    assert tile("TPU v5") == tile("") == (1024, 1024)

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import striped_attention as sa
-from striped_attention.layout import parse_layout
+from striped_attention.core.layout import parse_layout
 
 LAYOUTS = [sa.contiguous(), sa.striped(), sa.striped(3), sa.striped(128), sa.zigzag()]
 layouts = st.one_of(st.sampled_from(LAYOUTS), st.integers(1, 50).map(sa.striped))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 import striped_attention as sa
-from striped_attention.mesh import rings
+from striped_attention.runtime.mesh import rings
 
 
 def hops(ring):

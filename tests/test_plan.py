@@ -11,16 +11,18 @@ import numpy as np
 import pytest
 
 import striped_attention as sa
-from striped_attention.bench.masks import parse_mask
-from striped_attention.cost import matrix_flops
-from striped_attention.count import count_tile_rows, count_tiles
-from striped_attention.hardware import HARDWARE, MATRIX_EFFICIENCY, RATES
-from striped_attention.layout import parse_layout
-from striped_attention.mask import packed
-from striped_attention.model import PRESETS, ModelConfig
-from striped_attention.plan import MOST_DEVICES
-from striped_attention.ring import needed_offsets, sends_backward
-from striped_attention.timeline import Pass
+from striped_attention.core.layout import parse_layout
+from striped_attention.core.mask import packed
+from striped_attention.kernels import cudnn, xla
+from striped_attention.models.llama import PRESETS, ModelConfig
+from striped_attention.options import parse_mask
+from striped_attention.planning.cost import matrix_flops
+from striped_attention.planning.plan import MATRIX_EFFICIENCY, MOST_DEVICES
+from striped_attention.planning.timeline import Pass
+from striped_attention.planning.work import count_tile_rows, count_tiles
+from striped_attention.runtime.hardware import HARDWARE
+from striped_attention.strategies.hops import needed_hops
+from striped_attention.strategies.ring import sends_backward
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 LAYOUTS = {
@@ -52,9 +54,11 @@ def masks(length):
 @pytest.mark.parametrize("layout", [sa.contiguous(), *map(sa.striped, (1, 4, 7, 8, 16, 20)), sa.zigzag()], ids=repr)
 def test_rows_of_tiles_count_what_blocks_count(layout):
     """Exactly where it says so, and never less."""
+    tiles = [(8, 8), (4, 16), (16, 5)]
     for devices, length in ((1, 50), (2, 37), (3, 96), (4, 130), (5, 333), (8, 512)):
-        for name, mask in masks(length).items():
-            for tile in ((8, 8), (4, 16), (16, 5)):
+        for i, (name, mask) in enumerate(masks(length).items()):
+            # Counting block by block is slow: every tile with every mask on few devices, on many they take turns.
+            for tile in tiles if devices < 4 else [tiles[(i + devices) % 3]]:
                 truth = count_tiles(layout, mask, length, devices, tile)
                 found, exact = count_tile_rows(layout, mask, length, devices, tile)
                 wide = layout.stripe is None or layout.stripe >= tile[0]
@@ -103,12 +107,12 @@ def test_attention_on_gpus_takes_as_long_as_planned():
 @pytest.mark.parametrize("kind", ["forward", "backward"])
 def test_the_rates_of_cudnn_are_those_measured(kind):
     rows = [row for _, row in _attention_rows()]
-    rates = RATES["gpu", "cudnn"]
+    rates, tile = cudnn.RATES["gpu"], (128, 128)
     terms, seconds = [], []
     for row in rows:
         layout, members, shape = LAYOUTS[row["layout"]], row["members"], _shape(row["heads"])
-        tiles, _ = count_tile_rows(layout, sa.causal(), row["length"], members, rates.tile)
-        flops = tiles.sum(axis=1).max() * rates.tile[0] * rates.tile[1] * 4.0 * shape.dim
+        tiles, _ = count_tile_rows(layout, sa.causal(), row["length"], members, tile)
+        flops = tiles.sum(axis=1).max() * tile[0] * tile[1] * 4.0 * shape.dim
         factor = {"forward": 1.0, "backward": 2.5}[kind] / H200.peak
         terms.append([flops * factor, row["length"] * shape.dim / H200.bandwidth, members])
         seconds.append(row["forward"] if kind == "forward" else row["both"] - row["forward"])
@@ -141,13 +145,13 @@ def test_every_mask_on_gpus_takes_as_long_as_planned():
 
 
 def test_the_rates_of_xla_on_gpus_are_those_measured():
-    rates, terms = RATES["gpu", "xla"], []
+    rates, tile, terms = xla.RATES["gpu"], xla.ACCELERATOR_TILE, []
     for row in _mask_rows():
         layout, mask = parse_layout(row["layout"]), parse_mask(row["mask"], row["length"])
         length, devices, heads = row["length"], row["devices"], 32 * 128
-        tiles = count_tiles(layout, mask, length, devices, rates.tile).max(axis=0).sum()
-        steps = len(needed_offsets(layout, mask.window, mask.prefix, length, length, devices))
-        flops = 3.5 * tiles * rates.tile[0] * rates.tile[1] * 4.0 * heads
+        tiles = count_tiles(layout, mask, length, devices, tile).max(axis=0).sum()
+        steps = len(needed_hops(layout, mask.window, mask.prefix, length, length, devices))
+        flops = 3.5 * tiles * tile[0] * tile[1] * 4.0 * heads
         bytes_ = steps * length / devices * heads
         terms.append(np.array([flops / H200.peak, bytes_ / H200.bandwidth, steps]) / row["both"])
     (slowness, query_bytes, step), *_ = np.linalg.lstsq(np.array(terms), np.ones(len(terms)))
@@ -234,10 +238,10 @@ def test_a_causal_plan_finds_the_known_speedup():
 
 def test_packed_documents_want_stripes_as_wide_as_a_tile():
     found = sa.plan(8, 65_536, mask=packed(65_536), hardware="h100", model="1b")
-    assert found.best.layout == sa.striped(1024) == sa.striped(found.best.rates.tile[0])
+    assert found.best.layout == sa.striped(1024) == sa.striped(found.best.chosen.tile[0])
     assert all(choice.exact and choice.kernel == "xla" for choice in found.choices)
     tpu = sa.plan(8, 65_536, mask=packed(65_536), hardware="v5p", model="1b")
-    assert "assumed" in tpu.best.rates.known
+    assert "assumed" in tpu.best.chosen.rates.known
 
 
 def test_packed_is_what_documents_makes_of_segment_ids():
@@ -282,7 +286,7 @@ def test_the_ring_of_a_plan_makes_the_steps_and_sends_the_bytes_of_the_real_one(
             found = sa.plan(devices, 16_000, mask=mask, model="debug", hardware="v5p")
             for choice in found.choices:
                 padded = choice.layout.padded_length(16_000, devices)
-                offsets = needed_offsets(choice.layout, mask.window, mask.prefix, 16_000, padded, devices)
+                offsets = needed_hops(choice.layout, mask.window, mask.prefix, 16_000, padded, devices)
                 assert tuple(np.flatnonzero(choice.needed)) == offsets
                 hops = len(offsets) - 1
                 forward, backward = choice.timelines()
@@ -351,8 +355,12 @@ def test_where_no_layout_is_better_a_plan_says_so():
         ((8, 1024), {"hardware": "h300"}, "hardware must be one of a100, h100, .*; got 'h300'"),
         ((8, 1024), {"model": "9b"}, "model must be one of .*; got '9b'"),
         ((8, 1024), {"kernel": "magic"}, "kernel must be one of"),
-        ((8, 1024), {"kernel": "cudnn", "layouts": [sa.striped(16)]}, r"cannot do striped\(16\) here: It knows"),
-        ((8, 1024), {"kernel": "cudnn", "hardware": "v4"}, "Nothing is known of it on a tpu"),
+        (
+            (8, 1024),
+            {"kernel": "cudnn", "layouts": [sa.striped(16)]},
+            r"With striped\(16\): Kernel 'cudnn' cannot",
+        ),
+        ((8, 1024), {"kernel": "cudnn", "hardware": "v4"}, "It runs on GPUs; this is a tpu"),
         ((8, 1024), {"mask": packed(512)}, "512"),
         ((8, 1024), {"batch": 0}, "batch must be"),
         ((MOST_DEVICES + 1, 2**20), {}, f"at most {MOST_DEVICES}; got {MOST_DEVICES + 1} devices"),
@@ -361,7 +369,6 @@ def test_where_no_layout_is_better_a_plan_says_so():
         ((8, 1024), {"mask": "causal"}, "mask must be a mask"),
         ((8, 1024), {"layouts": ["striped(1)"]}, "layouts must be a list of layouts"),
         ((8, 1024), {"hardware": None}, "hardware must be one of"),
-        ((8, 1024), {"hardware": dataclasses.replace(H200, platform="abacus")}, "Nothing is known of it on a abacus"),
     ],
 )
 def test_nonsense_is_refused_in_one_line(arguments, options, message):
@@ -390,3 +397,9 @@ def test_every_hardware_has_a_source_and_a_kernel():
         assert hardware.name == name
         assert len(hardware.source) > 20
         assert sa.plan(2, 4096, hardware=name, model="debug").best.step_seconds > 0
+
+
+def test_hardware_of_a_platform_that_nobody_knows_is_planned_with_plain_jax():
+    found = sa.plan(8, 1024, hardware=dataclasses.replace(H200, platform="abacus"))
+    assert "xla" in str(found)
+    assert found.best.step_seconds > 0

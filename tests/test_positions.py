@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import striped_attention as sa
-from striped_attention.oracle import dense_attention
+from striped_attention.core.oracle import dense_attention
 from tests.compare import FLOAT32_TOLERANCE, mesh_of
 
 LENGTH, HEADS, DIM, DEVICES = 301, 4, 16, 4  # past 256, where positions in bfloat16 would collide
@@ -72,12 +72,15 @@ def test_a_permuted_model_equals_the_unpermuted_one(scheme, layout):
 
 def assert_same(permuted, plain, x):
     """Output and gradient, in float32 on the mesh and in float64 in text order."""
-    out, pull = jax.vjp(jax.jit(permuted), x)
-    (grad,) = pull(x.reshape(out.shape))
+
+    def with_gradient(run, x):
+        out, pull = jax.vjp(run, x)
+        return out, *pull(x.reshape(out.shape))
+
+    out, grad = jax.jit(functools.partial(with_gradient, permuted))(x)
     with jax.enable_x64(True):
-        wanted, wanted_pull = jax.vjp(jax.jit(plain), x.astype(jnp.float64))
-        (wanted_grad,) = wanted_pull(x.reshape(out.shape).astype(jnp.float64))
-        wanted, wanted_grad = np.asarray(wanted), np.asarray(wanted_grad)
+        exact = jax.jit(functools.partial(with_gradient, plain))(x.astype(jnp.float64))
+        wanted, wanted_grad = map(np.asarray, exact)
     np.testing.assert_allclose(out, wanted, rtol=0, atol=FLOAT32_TOLERANCE * np.abs(wanted).max())
     np.testing.assert_allclose(grad, wanted_grad, rtol=0, atol=FLOAT32_TOLERANCE * np.abs(wanted_grad).max())
 

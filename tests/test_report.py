@@ -1,6 +1,5 @@
 """The report: result files read and refused, every figure drawn from small ones, a page that any browser shows."""
 
-import dataclasses
 import functools
 import json
 import pathlib
@@ -12,13 +11,13 @@ import sys
 
 import numpy as np
 import pytest
+from striped_bench.report import figures, style
+from striped_bench.report.command import write_figures
+from striped_bench.report.contents import gather
+from striped_bench.report.read import Document, read
 
 from striped_attention._version import __version__
 from striped_attention.cli import main
-from striped_attention.report import figures, style
-from striped_attention.report.command import write_figures
-from striped_attention.report.contents import gather
-from striped_attention.report.read import Document, read
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -201,7 +200,7 @@ def test_the_page_is_light_or_dark_as_the_reader_wishes(page, tmp_path, scheme, 
 
 def test_figures_are_written_the_same_each_time(tmp_path):
     contents = gather([Document(pathlib.Path("small.json"), tiles())])
-    contents = dataclasses.replace(contents, sections=tuple(s for s in contents.sections if s.name == "tiles"))
+    contents = contents._replace(sections=tuple(s for s in contents.sections if s.name == "tiles"))
     for folder in ("first", "second"):
         write_figures(contents, tmp_path / folder)
     first, second = (tmp_path / folder / "tiles.svg" for folder in ("first", "second"))
@@ -266,12 +265,49 @@ def test_results_of_this_version_and_of_a_source_tree_are_read(version, tmp_path
     assert [document.benchmark for document in read([path, path])] == ["tiles"]
 
 
-def test_without_matplotlib_the_extra_is_named_and_other_commands_work():
-    code = (
-        "import sys; sys.modules['matplotlib'] = None; from striped_attention.cli import main; "
-        "assert main(['plan', '--devices', '2', '--length', '4k', '--preset', '1b']) == 0; "
-        "sys.exit(main(['report', 'benchmarks/results']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "needs the package matplotlib: pip install 'striped-attention[report]'" in done.stderr
+@pytest.fixture
+def uninstall(monkeypatch):
+    """Makes a package look as if it were not installed, and nothing as if it had been imported with it."""
+
+    def hide(package):
+        for name in list(sys.modules):
+            if name.split(".")[0] in (package, "striped_bench"):
+                monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, package, None)
+
+    return hide
+
+
+@pytest.mark.parametrize(
+    ("package", "command", "extra"),
+    [
+        ("matplotlib", ["report", str(RESULTS)], "report"),
+        ("jinja2", ["report", str(RESULTS)], "report"),
+        ("striped_bench", ["report"], "report"),
+        ("striped_bench", ["bench", "layouts"], "bench"),
+        ("tyro", ["train"], "train"),
+        ("tyro", [], "train"),
+    ],
+)
+def test_a_command_without_its_package_says_in_one_line_how_to_install_it(package, command, extra, uninstall, capsys):
+    uninstall(package)
+    assert main(command) == 2
+    said = capsys.readouterr().err
+    clone = ", or in a clone pip install -e benchmarks" if package == "striped_bench" else ""
+    how = f"pip install 'striped-attention[{extra}]'{clone}"
+    assert said == f"striped: the command needs the package {package}: {how}\n"
+
+
+def test_other_commands_do_without_the_benchmarks(uninstall):
+    uninstall("striped_bench")
+    assert main(["plan", "--devices", "2", "--length", "4k", "--preset", "1b"]) == 0
+
+
+def test_help_imports_neither_figures_nor_suites():
+    code = "import sys; from striped_attention.cli import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert "striped_bench.bench.command" in loaded
+    assert "striped_bench.report.command" in loaded
+    heavy = ("matplotlib", "jinja2", "optax", "torch", "striped_bench.bench.run", "striped_bench.report.figures")
+    assert [name for name in heavy if name in loaded] == []

@@ -1,5 +1,6 @@
 """The ring sends no more than it must, before it computes, and its kernel runs exactly the tiles of the plan."""
 
+import dataclasses
 import functools
 import re
 
@@ -11,9 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import striped_attention as sa
-from striped_attention import kernel_xla
-from striped_attention.count import count_pairs, count_tiles
-from striped_attention.ring import needed_offsets
+from striped_attention.kernels import xla as kernel_xla
+from striped_attention.planning.work import count_pairs, count_tiles
+from striped_attention.strategies.hops import needed_hops
 from tests.compare import mesh_of, random_segments
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -61,14 +62,40 @@ def test_backward_adds_up_key_gradients_in_float32_with_no_more_hops(devices):
     )
 
 
+def test_needed_hops_are_those_at_which_some_block_is_visible():
+    """In closed form, for any layout, window, prefix, padding and number of devices: against every block."""
+    rng = np.random.default_rng(0)
+    layouts = [sa.contiguous(), sa.zigzag(), *map(sa.striped, (1, 2, 3, 5, 8, 16))]
+    for _ in range(800):
+        layout, devices, length = (
+            layouts[rng.integers(len(layouts))],
+            int(rng.integers(1, 10)),
+            int(rng.integers(1, 150)),
+        )
+        padded = layout.padded_length(length, devices) + 2 * devices * int(rng.integers(2))
+        window = [None, int(rng.integers(1, 40)), 100][rng.integers(3)]
+        prefix = [None, 0, 0, int(rng.integers(1, 40)), 200][rng.integers(5)]
+        mask = sa.full() if prefix is None else sa.prefix(prefix)
+        mask = mask if window is None else dataclasses.replace(mask, window=window)
+
+        def sees(here, there, mask=mask, layout=layout, length=length, padded=padded, devices=devices):
+            lo, hi = mask.bounds(layout.positions(here, padded, devices), length)
+            return (
+                layout.count_before(there, lo, padded, devices) < layout.count_before(there, hi, padded, devices)
+            ).any()
+
+        offsets = (o for o in range(1, devices) if any(sees(d, (d - o) % devices) for d in range(devices)))
+        assert needed_hops(layout, window, prefix, length, padded, devices) == (0, *offsets), (layout, mask, length)
+
+
 def test_hops_that_nobody_needs_are_skipped():
     slots = 8
-    window = functools.partial(needed_offsets, window=slots, prefix=0, length=64, padded_length=64, devices=8)
+    window = functools.partial(needed_hops, window=slots, prefix=0, length=64, padded_length=64, devices=8)
     assert window(sa.contiguous()) == (0, 1)
     assert window(sa.zigzag()) == (0, 1, 2, 6, 7)
     assert window(sa.striped()) == tuple(range(8))
-    assert needed_offsets(sa.contiguous(), None, 0, 64, 64, 8) == tuple(range(8))
-    assert needed_offsets(sa.contiguous(), 1, 0, 64, 64, 8) == (0,)
+    assert needed_hops(sa.contiguous(), None, 0, 64, 64, 8) == tuple(range(8))
+    assert needed_hops(sa.contiguous(), 1, 0, 64, 64, 8) == (0,)
     sent = hops(program(8, 64, sa.contiguous(), sa.sliding_window(slots)).jaxpr)
     assert [places for _, _, places in sent] == [1, 1]
     assert hops(program(8, 64, sa.contiguous(), sa.sliding_window(1), backward=True).jaxpr) == []
@@ -117,55 +144,37 @@ def test_no_attention_waits_for_a_transfer_that_its_own_step_starts(backward):
     assert transfers >= (6 if backward else 2)
 
 
-class TileCounter:
-    """Counts the tiles that the xla kernel really runs, through a callback in each of them."""
-
-    def __init__(self, monkeypatch):
-        self.count = 0
-        logits = kernel_xla._logits
-
-        def counting(*args, **kwargs):
-            jax.debug.callback(self._add)
-            return logits(*args, **kwargs)
-
-        monkeypatch.setattr(kernel_xla, "_logits", counting)
-        jax.clear_caches()
-
-    def _add(self):
-        self.count += 1
-
-    def of(self, run):
-        self.count = 0
-        jax.block_until_ready(run())
-        jax.effects_barrier()
-        return self.count
+TILES = {0: 0, 1: 0}  # run so far: forward ones have their queries along axis 0, backward ones along axis 1
 
 
-@pytest.mark.parametrize("layout", [sa.contiguous(), sa.striped(), sa.zigzag()], ids=repr)
-def test_executed_tiles_are_the_planned_ones_forward_and_backward(layout, monkeypatch):
-    devices, length, tile = 4, 90, (8, 4)
-    counter = TileCounter(monkeypatch)
+def run_tile(axis):
+    TILES[axis] += 1
+
+
+@pytest.mark.parametrize(
+    ("layout", "packed"), [(sa.contiguous(), False), (sa.striped(), True), (sa.zigzag(), False), (sa.zigzag(), True)]
+)
+def test_executed_tiles_are_the_planned_ones_forward_and_backward(layout, packed, monkeypatch):
+    """Counted by a callback in each tile of the xla kernel, traced anew for a shape that no other test has."""
+    devices, length, tile, heads, dim = 3, 70, (8, 4), 2, 3
+    logits = kernel_xla._logits
+
+    def counting(*args, axis):
+        jax.debug.callback(functools.partial(run_tile, axis))
+        return logits(*args, axis=axis)
+
+    monkeypatch.setattr(kernel_xla, "_logits", counting)
     ids = random_segments(np.random.default_rng(0), 2, length, longest=40)
-    x = jnp.ones((2, layout.padded_length(length, devices), 2, 4))
-    for mask in [sa.causal(), sa.documents(ids) & sa.sliding_window(30)]:
-        attend = functools.partial(
-            sa.attention,
-            mesh=mesh_of(devices),
-            axis_name="sequence",
-            layout=layout,
-            mask=mask,
-            tile=tile,
-            length=length,
-        )
-        rows = 2 if mask.length is None else 1  # a mask without documents serves both sequences
-        planned = 2 * rows * count_tiles(layout, mask, length, devices, tile).sum()
-        assert counter.of(functools.partial(attend, x, x, x)) == planned
-        assert counter.of(functools.partial(gradients, attend, x)) == 2 * planned
-    jax.clear_caches()
-
-
-def gradients(attend, x):
-    return jax.vjp(attend, x, x, x)[1](x)
+    x = jnp.ones((2, layout.padded_length(length, devices), heads, dim))
+    mask = sa.documents(ids) & sa.sliding_window(30) if packed else sa.causal()
+    where = dict(mesh=mesh_of(devices), axis_name="sequence", layout=layout)
+    attend = functools.partial(sa.attention, **where, mask=mask, tile=tile, length=length)
+    rows = 2 if mask.length is None else 1  # a mask without documents serves both sequences
+    planned = heads * rows * count_tiles(layout, mask, length, devices, tile).sum()
+    before = dict(TILES)
+    jax.block_until_ready(jax.jit(lambda x: jax.vjp(attend, x, x, x)[1](x))(x))
+    jax.effects_barrier()
+    assert {axis: TILES[axis] - before[axis] for axis in TILES} == {0: planned, 1: planned}
 
 
 def test_the_plan_shows_what_stripes_are_for():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from striped_attention.schedule import traffic, transfers
+from striped_attention.runtime.schedule import traffic, transfers
 
 PROGRAM = """HloModule jit_both, is_scheduled=true, entry_computation_layout={()}
 

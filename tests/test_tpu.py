@@ -13,11 +13,12 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import striped_attention as sa
-from striped_attention import cli, kernel_pallas_tpu
+from striped_attention import cli
 from striped_attention.compiling.topology import TPUS, describe
-from striped_attention.kernel import Block
-from striped_attention.schedule import transfers
-from striped_attention.training.errors import UsageError
+from striped_attention.errors import UsageError
+from striped_attention.kernels.contract import Block
+from striped_attention.kernels.tpu import kernel as kernel_pallas_tpu
+from striped_attention.runtime.schedule import transfers
 from tests.test_mesh import hops
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: make test-tpu")

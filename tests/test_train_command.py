@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,22 +13,40 @@ import time
 
 import pytest
 
-from striped_attention.training.launch import GRACE, HEARTBEAT, in_cluster
+from striped_attention import cli
+from striped_attention.training.launch import GRACE, HEARTBEAT, in_cluster, reserved_port
 
 TINY = shlex.split("--layers 1 --dim 16 --ffn 32 --heads 2 --kv-heads 1 --sequence-length 64 --batch 2 --dtype float32")
+TINY += shlex.split("--schedule constant --warmup 0")  # so that every number of steps is the same program
 TINY += ["--data", __file__]
-QUICKLY = "--xla_backend_optimization_level=0"  # compiled: nothing here is about speed
+TWO = ("--cpu-devices", 2)
 DEADLINE = 300  # seconds after which a test gives up on a process; none should come near
 
 
-def start(*arguments, **environment):
-    return subprocess.Popen(
-        [sys.executable, "-m", "striped_attention.cli", "train", *map(str, arguments)],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", "XLA_FLAGS": QUICKLY, **environment},
+STARTED = []
+
+
+@pytest.fixture(autouse=True)
+def _no_process_outlives_its_test():
+    yield
+    while STARTED:
+        with STARTED.pop() as process:
+            process.kill()
+
+
+def start(*arguments, before=None, **environment):
+    """`striped train`, as a process, which may run the code `before` it."""
+    code = f"import sys; {before}; from striped_attention.cli import main; sys.exit(main())"
+    program = ("-m", "striped_attention.cli") if before is None else ("-c", code)
+    process = subprocess.Popen(
+        [sys.executable, *program, "train", *map(str, arguments)],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+    STARTED.append(process)
+    return process
 
 
 def finish(process):
@@ -64,35 +83,30 @@ def checkpoints(folder):
     return sorted(int(name) for name in os.listdir(folder) if name.isdecimal())
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Five steps by one process with two devices, saved after 2, 4 and 5; tests only read it."""
+    folder = tmp_path_factory.mktemp("runs") / "alone"
+    code, _, error = run(*TINY, *TWO, "--steps", 5, "--checkpoint-every", 2, "--keep", 3, "--checkpoint-dir", folder)
+    assert code == 0, error
+    assert checkpoints(folder) == [2, 4, 5]
+    return folder
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_leaves_cleanly(tmp_path, number):
-    process = start(*TINY, "--cpu-devices", 2, "--steps", 100_000, "--checkpoint-dir", tmp_path)
+    process = start(*TINY, *TWO, "--steps", 100_000, "--checkpoint-dir", tmp_path)
     wait_for(lambda: len(steps_done(tmp_path)) >= 3, process)
     process.send_signal(number)
     code, out, error = finish(process)
     assert code == 0, error
     (last,) = checkpoints(tmp_path)
     assert f"{number.name}: stopped after step {last}." in out
-    assert steps_done(tmp_path)[-1] == last
-    code, _, error = run(*TINY, "--cpu-devices", 2, "--steps", last + 1, "--checkpoint-dir", tmp_path, "--resume")
-    assert code == 0, error
-    assert steps_done(tmp_path) == list(range(1, last + 2))
+    assert steps_done(tmp_path) == list(range(1, last + 1))
 
 
 def test_a_process_killed_while_saving_loses_only_that_save(tmp_path):
-    options = (
-        *TINY,
-        "--dim",
-        512,
-        "--ffn",
-        2048,
-        "--cpu-devices",
-        2,
-        "--checkpoint-every",
-        1,
-        "--schedule",
-        "constant",
-    )
+    options = (*TINY, "--dim", 512, "--ffn", 2048, *TWO, "--checkpoint-every", 1)
     process = start(*options, "--steps", 100_000, "--checkpoint-dir", tmp_path)
     half_written = lambda: any("tmp" in name for name in os.listdir(tmp_path))  # noqa: E731
 
@@ -118,15 +132,22 @@ def test_a_process_killed_while_saving_loses_only_that_save(tmp_path):
     assert not half_written(), "what was left half-written is gone"
 
 
-def test_two_processes_have_the_losses_of_one_with_two_devices(tmp_path):
-    one, two = tmp_path / "one", tmp_path / "two"
-    assert run(*TINY, "--cpu-devices", 2, "--steps", 5, "--checkpoint-dir", one)[0] == 0
-    code, out, error = run(*TINY, "--local-processes", 2, "--cpu-devices", 1, "--steps", 5, "--checkpoint-dir", two)
+def test_two_processes_have_the_losses_of_one_and_stop_together(alone, tmp_path):
+    """A signal to their parent reaches both; and a single process goes on from what they have saved together."""
+    process = start(*TINY, "--local-processes", 2, "--cpu-devices", 1, "--steps", 100_000, "--checkpoint-dir", tmp_path)
+    wait_for(lambda: len(steps_done(tmp_path)) >= 5, process)
+    process.send_signal(signal.SIGTERM)
+    code, out, error = finish(process)
     assert code == 0, error
     assert out.count("parameters,") == 1, "only one of them talks"
-    assert losses(two) == pytest.approx(losses(one), rel=1e-6)
-    code, _, error = run(*TINY, "--cpu-devices", 2, "--steps", 6, "--checkpoint-dir", two, "--resume")
+    assert "stopped after step" in out
+    (last,) = checkpoints(tmp_path)
+    assert steps_done(tmp_path) == list(range(1, last + 1))
+    assert losses(tmp_path)[:5] == pytest.approx(losses(alone), rel=1e-6)
+    code, out, error = run(*TINY, *TWO, "--steps", last + 1, "--checkpoint-dir", tmp_path, "--resume")
     assert code == 0, f"a checkpoint of two processes, resumed by one: {error}"
+    assert f"Going on from step {last}." in out
+    assert steps_done(tmp_path) == list(range(1, last + 2))
 
 
 def children(process):
@@ -144,59 +165,53 @@ def test_when_one_local_process_dies_the_others_stop_with_a_message(tmp_path):
     assert "process 1 was killed by SIGKILL; stopping the other 1." in error
 
 
-def test_a_signal_to_the_parent_stops_all_local_processes_together(tmp_path):
-    process = start(*TINY, "--local-processes", 2, "--cpu-devices", 1, "--steps", 100_000, "--checkpoint-dir", tmp_path)
-    wait_for(lambda: len(steps_done(tmp_path)) >= 2, process)
-    process.send_signal(signal.SIGTERM)
-    code, out, error = finish(process)
-    assert code == 0, error
-    assert "stopped after step" in out
-    assert checkpoints(tmp_path) == [steps_done(tmp_path)[-1]]
+@pytest.fixture
+def cluster():
+    """Starts two processes that find each other by an address, whose port is held for the whole test."""
+    with reserved_port() as port:
+        where = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", 2, "--process-id")
+        common = (*TINY, "--cpu-devices", 1, "--steps", 100_000)
+        yield lambda *own: [start(*common, *arguments, *where, i) for i, arguments in enumerate(own)]
 
 
-def test_an_error_in_one_of_two_processes_ends_both(tmp_path):
+def test_an_error_in_one_of_two_processes_ends_both(cluster, tmp_path):
     """Process 1 finds no data, process 0 waits for it: neither may wait for minutes."""
-    address = f"127.0.0.1:{free_port()}"
-    cluster = [
-        start(
-            *(*TINY, "--cpu-devices", 1, "--steps", 100_000, "--data", data),
-            *("--coordinator", address, "--num-processes", 2, "--process-id", i),
-        )
-        for i, data in enumerate((__file__, tmp_path / "nothing"))
-    ]
-    code, _, error = finish(cluster[1])
+    good, bad = cluster((), ("--data", tmp_path / "nothing"))
+    code, _, error = finish(bad)
     assert code == 2
     assert error.endswith("tokens as .npy or .bin.\n")
-    code, _, error = finish(cluster[0])
+    code, _, error = finish(good)
     assert code != 0
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.mark.parametrize("dead", [0, 1])
-def test_when_a_process_of_a_cluster_dies_the_others_stop_with_a_message(tmp_path, dead):
-    address = f"127.0.0.1:{free_port()}"
-    cluster = [
-        start(
-            *(*TINY, "--cpu-devices", 1, "--steps", 100_000, "--checkpoint-dir", tmp_path),
-            *("--coordinator", address, "--num-processes", 2, "--process-id", i),
-        )
-        for i in range(2)
-    ]
-    wait_for(lambda: len(steps_done(tmp_path)) >= 2, cluster[0])
-    cluster[dead].kill()
-    code, _, error = finish(cluster[1 - dead])
-    finish(cluster[dead])
+def test_when_a_process_of_a_cluster_dies_the_others_stop_with_a_message(cluster, tmp_path, dead):
+    processes = cluster(*[("--checkpoint-dir", tmp_path)] * 2)
+    wait_for(lambda: len(steps_done(tmp_path)) >= 2, processes[0])
+    processes[dead].kill()
+    code, _, error = finish(processes[1 - dead])
+    finish(processes[dead])
     assert code != 0
     if dead == 1:
         assert error.splitlines()[-1].startswith("striped, process 0: another process is gone"), error
     else:  # JAX ends a process that has lost process 0 itself, in many words, before or after ours
         assert "another process is gone" in error or "another task died" in error
     assert "Traceback" not in error
+
+
+def test_nobody_gets_the_port_that_was_reserved_but_the_coordinator():
+    """Whose sockets share their port, as gRPC's do. It is they who are connected to."""
+    with reserved_port() as port:
+        for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
+            with socket.socket(family) as other, pytest.raises(OSError, match="in use"):
+                other.bind((host, port))
+        with socket.socket(socket.AF_INET6) as coordinator:
+            coordinator.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            coordinator.bind(("::", port))
+            coordinator.listen()
+            for _ in range(8):
+                with socket.create_connection(("127.0.0.1", port)):
+                    coordinator.accept()[0].close()
 
 
 def test_a_dead_process_is_noticed_within_a_minute():
@@ -206,7 +221,7 @@ def test_a_dead_process_is_noticed_within_a_minute():
 def test_slurms_variables_are_enough(tmp_path):
     """As srun sets them for two tasks on one machine; JAX reads the rest itself."""
     slurm = dict(
-        SLURM_JOB_ID=str(free_port()),
+        SLURM_JOB_ID=str(os.getpid()),  # of which JAX makes the port
         SLURM_STEP_NODELIST="localhost",
         SLURM_NTASKS="2",
         SLURM_STEP_NUM_TASKS="2",
@@ -240,7 +255,7 @@ def test_a_cluster_is_one_when_a_scheduler_started_several_processes(environment
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--mesh", "sequence=3"], "needs 3 devices, but there are 1"),
+        (["--mesh", "sequence=3"], "needs 3 devices, but there are 8"),
         (["--data", "/nowhere"], "--data /nowhere does not exist"),
         (["--steps", "0"], "--steps must be at least 1"),
         (["--dry-run", "--kernel", "magic"], "kernel must be one of"),
@@ -249,8 +264,12 @@ def test_a_cluster_is_one_when_a_scheduler_started_several_processes(environment
         (["--no-such-flag"], "no-such-flag"),
     ],
 )
-def test_bad_input_ends_with_exit_code_2_and_one_line(arguments, message):
-    code, _, error = run(*TINY, *arguments)
+def test_bad_input_ends_with_exit_code_2_and_one_line(capsys, arguments, message):
+    try:
+        code = cli.main(["train", *TINY, *arguments])
+    except SystemExit as stopped:  # by what reads the flags
+        code = stopped.code
+    error = capsys.readouterr().err
     assert code == 2
     assert message in error
     assert "Traceback" not in error
@@ -258,38 +277,32 @@ def test_bad_input_ends_with_exit_code_2_and_one_line(arguments, message):
         assert error.count("\n") == 1
 
 
-def test_a_full_disk_is_told_and_loses_nothing(tmp_path):
+def test_a_process_with_bad_input_ends_with_exit_code_2_and_one_line():
+    code, out, error = run(*TINY, "--data", "/nowhere")
+    assert (code, out) == (2, "")
+    assert error.startswith("striped: --data /nowhere does not exist.")
+    assert error.count("\n") == 1
+
+
+def test_a_full_disk_is_told_and_loses_nothing(alone, tmp_path):
     """A limit on the size of files stands for the disk: writes fail with an error of the operating system."""
-    options = (*TINY, "--cpu-devices", 2, "--checkpoint-every", 2, "--schedule", "constant", "--warmup", 0)
-    assert run(*options, "--steps", 2, "--checkpoint-dir", tmp_path)[0] == 0
-    limited = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000));"
-        "from striped_attention.cli import main; sys.exit(main())"
-    )
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            limited,
-            "train",
-            *map(str, (*options, "--steps", 6, "--checkpoint-dir", tmp_path, "--resume")),
-        ],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    code, _, error = finish(process)
+    options = (*TINY, *TWO, "--checkpoint-every", 2)
+    folder = shutil.copytree(alone, tmp_path / "run")
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))"
+    again = (*options, "--checkpoint-dir", folder, "--resume", "--steps")
+    code, _, error = run(*again, 9, before=limit)
     assert code == 2, error
     assert "could not be written" in error
-    code, out, error = run(*options, "--steps", 3, "--checkpoint-dir", tmp_path, "--resume")
+    code, out, error = run(*again, 6)
     assert code == 0, error
-    assert "Going on from step 2." in out
+    assert "Going on from step 5." in out
 
 
-def test_help_names_every_stable_flag():
-    code, out, _ = run("--help")
-    assert code == 0
+def test_help_names_every_stable_flag(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["train", "--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
     for flag in shlex.split("preset sequence-length mesh layout steps seed data checkpoint-dir resume"):
         assert f"--{flag}" in out
 

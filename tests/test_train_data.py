@@ -1,12 +1,20 @@
 """Data: documents packed end to end, every token's target the next one, nothing lost, nothing twice."""
 
+import bz2
+import gzip
+import io
 import json
+import lzma
+import struct
+import tarfile
+import zipfile
+import zlib
 
 import numpy as np
 import pytest
 
+from striped_attention.errors import UsageError
 from striped_attention.training import data
-from striped_attention.training.errors import UsageError
 
 
 def load(path, tokenizer=None, end=None, vocabulary=320):
@@ -132,7 +140,14 @@ BAD = {
     "not a Hugging Face tokenizer.json": lambda path: bad_tokenizer(path, "{}"),
     "give one file, not a folder": lambda path: bad_file(path, "shard.bin", b"abcd") | dict(path=path),
     "is not a file": lambda path: bad_file(path, "x.txt", b"abcd", tokenizer=path / "none.json"),
+    "holds several arrays": lambda path: bad_file(path, "x.npy", several_arrays()),
 }
+
+
+def several_arrays():
+    file = io.BytesIO()
+    np.savez(file, a=np.arange(3))
+    return file.getvalue()
 
 
 @pytest.mark.parametrize("message", BAD)
@@ -159,8 +174,118 @@ def test_a_tokenizer_without_an_end_and_text_that_is_none(tmp_path):
     (tmp_path / "text.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="none of the tokens that end a text"):
         load(tmp_path / "text.txt", tokenizer=write_tokenizer(tmp_path / "t.json", {"[UNK]": 0}))
-    with pytest.raises(UsageError, match="is not UTF-8 text"):
+    with pytest.raises(UsageError, match="is UTF-16 text"):
         load(tmp_path / "text.txt", tokenizer=write_tokenizer(tmp_path / "t.json", {"[UNK]": 0, "</s>": 1}))
+
+
+TEXT = b"the quick brown fox jumps over the lazy dog. " * 99
+
+
+def png():
+    """A picture of one white point."""
+    chunk = lambda kind, data: struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))  # noqa: E731
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0))
+    return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0\xff")) + chunk(b"IEND", b"")
+
+
+def archive(kind):
+    file = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(file, "w") as packed:
+            packed.writestr("text.txt", TEXT)
+    else:
+        with tarfile.open(fileobj=file, mode="w") as packed:
+            packed.addfile(tarfile.TarInfo("text.txt"))
+    return file.getvalue()
+
+
+def saved_array():
+    file = io.BytesIO()
+    np.save(file, np.arange(5))
+    return file.getvalue()
+
+
+# What is in a file, and what is said of it. The names of the files say nothing.
+NO_TEXT = {
+    "is gzip. Unpack it first": gzip.compress(TEXT),
+    "is bzip2. Unpack it first": bz2.compress(TEXT),
+    "is xz. Unpack it first": lzma.compress(TEXT),
+    "is zstandard. Unpack it first": b"\x28\xb5\x2f\xfd\x04\x00abc",
+    "is a zip archive": archive("zip"),
+    "is a tar archive. Unpack it first": archive("tar"),
+    "is a PNG picture. Keep it out of --data": png(),
+    "is a JPEG picture": b"\xff\xd8\xff\xe0\x00\x10JFIF\x00",
+    "is PDF. Extract its text": b"%PDF-1.7\n1 0 obj\n",
+    "is Parquet. Write its text to files": b"PAR1\x15\x00\x15\x8a",
+    "is a NumPy array. If it holds tokens, give it a name that ends in .npy": saved_array(),
+    "is UTF-16 text. Convert it to UTF-8": "hello".encode("utf-16"),
+    r"is not UTF-8 text \(byte 3\). Convert it to UTF-8": "café".encode("latin-1"),
+    r"is no text \(byte 5 is 0\). Keep it out": b"hello\0world",
+    "is JSON lines. Write its text to files": b'{"text": "one"}\n\n{"text": "two"}\n',
+}
+
+
+@pytest.mark.parametrize("message", NO_TEXT)
+@pytest.mark.parametrize("where", ["file", "folder", "tokenizer"])
+def test_what_is_no_text_is_refused_by_its_content(tmp_path, where, message):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "b.txt").write_bytes(NO_TEXT[message])
+    tokenizer = None
+    if where == "tokenizer":
+        (tmp_path / ".t").mkdir()
+        tokenizer = write_tokenizer(tmp_path / ".t" / "tokenizer.json", {"text": 0, "</s>": 1, "[UNK]": 2})
+    with pytest.raises(UsageError, match=f"--data must be UTF-8 text, or tokens .*b.txt {message}") as caught:
+        load(tmp_path / "b.txt" if where == "file" else tmp_path, tokenizer=tokenizer)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("riff.txt", b"RIFF is how the chapter begins"),  # as sound files do
+        ("package.json", b'{\n  "name": "x"\n}\n'),
+        ("settings.json", b'{"a": 1}\n'),
+        ("list.txt", b'{"a": 1}\nand then some prose\n'),
+        ("notes.jsonl", b"no JSON at all\n"),
+        ("numbers.txt", b"1\n2\n3\n"),
+        ("greek.txt", "Ἐν ἀρχῇ ἦν ὁ λόγος".encode()),
+        ("marked.txt", "\ufeffone".encode()),
+    ],
+)
+def test_text_that_only_looks_like_something_else_is_text(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    assert load(tmp_path / name).tokens.tolist() == [*content, 256]
+
+
+def test_one_line_of_json_lines_is_known_by_its_name(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "one"}\n')
+    with pytest.raises(UsageError, match=r"x.jsonl is JSON lines"):
+        load(tmp_path / "x.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.txt", b"\xef\xbb\xbf" + b'{"text": "one"}\n' * 3),  # with the mark that some editors write
+        ("x.jsonl", b'["one", 2]\n["two", 3]\n'),
+        ("x.ndjson", b'// made by hand\n{"text": "one"}\n'),
+    ],
+)
+def test_json_lines_in_disguise(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=f"{name} is JSON lines"):
+        load(tmp_path / name)
+
+
+def test_an_end_token_that_never_occurs_is_told(tmp_path, monkeypatch):
+    np.save(tmp_path / "x.npy", np.arange(250))
+    assert load(tmp_path / "x.npy", end=249).warning is None
+    assert load(tmp_path / "x.npy").warning is None, "nobody asked for one"
+    found = load(tmp_path / "x.npy", end=250).warning
+    assert found.startswith(f"--end-token 250 does not occur in {tmp_path / 'x.npy'}: all of it counts as one document")
+    monkeypatch.setattr(data, "LOOK", 10)
+    monkeypatch.setattr(data, "LOOKS", 5)  # 10 of every 50
+    assert "does not occur in the 50 tokens that were looked at of" in load(tmp_path / "x.npy", end=30).warning
 
 
 def test_tokens_outside_the_vocabulary_and_too_few_of_them():

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import striped_attention as sa
-from striped_attention.oracle import dense_attention
+from striped_attention.core.oracle import dense_attention
 from tests.compare import Shape, assert_exact, errors, expected, mesh_of, random_segments
 
 SHAPE = Shape(batch=2, length=32, heads=4, kv_heads=2)
@@ -45,8 +45,13 @@ def assert_true(result, mask):
     assert max(found.values()) < 1e-5, found
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize(("under_set_mesh", "jit"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("axis_type", "under_set_mesh", "jit"),
+    [
+        *((AxisType.Auto, False, True), (AxisType.Auto, True, True)),
+        *((AxisType.Explicit, False, False), (AxisType.Explicit, True, True)),
+    ],
+)
 def test_both_kinds_of_mesh_axes_with_and_without_jit(axis_type, under_set_mesh, jit):
     mesh = jax.make_mesh((4,), ("sequence",), axis_types=(axis_type,), devices=jax.devices()[:4])
     attend = functools.partial(
@@ -67,9 +72,14 @@ def test_inputs_that_are_sharded_already_stay_sharded(axis_type):
     sharding = NamedSharding(mesh, P(None, "sequence"))
     q, k, v = (jax.device_put(LAYOUT.permute(x, 4, axis=1), sharding) for x in inputs())
     attend = functools.partial(sa.attention, axis_name="sequence", layout=LAYOUT, mask=sa.causal(), mesh=mesh)
-    out, pull = jax.jit(lambda *x: jax.vjp(attend, *x))(q, k, v)
+
+    @jax.jit
+    def run(*x):
+        out, pull = jax.vjp(attend, *x)
+        return out, pull(out)
+
+    out, grads = run(q, k, v)
     assert out.sharding.is_equivalent_to(sharding, 4)
-    grads = jax.jit(lambda pull, dout: pull(dout))(pull, jax.device_put(out, sharding))
     assert all(grad.sharding.is_equivalent_to(sharding, 4) for grad in grads)
     np.testing.assert_allclose(LAYOUT.restore(out, 4, axis=1), truth(sa.causal())["out"], atol=1e-5)
 
@@ -137,36 +147,38 @@ def test_attention_shard_inside_shard_map(check_vma):
     assert max(found.values()) < 1e-5, found
 
 
-@pytest.mark.parametrize("remat", [False, True])
-def test_scan_over_layers_and_checkpoint(remat):
-    devices, layers = 4, 3
+def test_scan_over_layers_and_checkpoint():
+    devices, layers = 2, 3
     mask = sa.sliding_window(10)
     # So small that three layers do not make much of a rounding error.
     weights = jnp.asarray(np.random.default_rng(0).standard_normal((layers, 8, 8)) / 6, jnp.float32)
     x = inputs()[0]
 
-    def model(attend, x, weights):
+    def model(attend, x, weights, remat=False):
         def layer(x, w):
             y = x @ w
             return x + attend(y, y, x), None
 
         return jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, weights)[0]
 
-    def on_mesh(x, weights):
+    def on_mesh(x, weights, remat):
         attend = functools.partial(
             sa.attention, mesh=mesh_of(devices), axis_name="sequence", layout=LAYOUT, mask=mask, tile=(4, 4)
         )
-        return LAYOUT.restore(model(attend, LAYOUT.permute(x, devices, axis=1), weights), devices, axis=1)
+        return LAYOUT.restore(model(attend, LAYOUT.permute(x, devices, axis=1), weights, remat), devices, axis=1)
 
     def dense(x, weights):
         return model(lambda q, k, v: dense_attention(q, k, v, mask.dense(SHAPE.length)), x, weights)
 
-    found = jax.jit(jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(on_mesh(*a))), argnums=(0, 1)))(x, weights)
+    def results(run, *inputs):
+        return jax.jit(jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(run(*a))), argnums=(0, 1)))(*inputs)
+
     with jax.enable_x64(True):
-        wide = (jnp.asarray(np.asarray(a, np.float64)) for a in (x, weights))
-        wanted = jax.value_and_grad(lambda *a: jnp.sum(jnp.sin(dense(*a))), argnums=(0, 1))(*wide)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
+        wanted = results(dense, *(jnp.asarray(np.asarray(a, np.float64)) for a in (x, weights)))
+    for remat in (False, True):
+        found = results(functools.partial(on_mesh, remat=remat), x, weights)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-5 * float(np.abs(b).max()))
 
 
 def test_segment_ids_may_be_traced():
@@ -224,3 +236,51 @@ def test_float64_inputs_are_computed_in_float64():
 def test_64_bit_mode_changes_nothing_for_float32():
     with jax.enable_x64(True):
         assert_exact(Shape(length=29, bias="t5", sinks=True), 3, sa.zigzag(), sa.prefix(6))
+
+
+def hessian_product(attend, x, v):
+    return jax.jvp(jax.grad(lambda x: (attend(x) ** 2).sum()), (x,), (v,))[1]
+
+
+@pytest.mark.parametrize("mask", [sa.causal(), sa.documents(np.repeat(np.arange(3), [3, 9, 4])[None])], ids=str)
+def test_second_derivatives_forward_over_reverse(mask):
+    """On 4 devices some blocks have rows that see no key; their log-sum-exp is no source of NaN."""
+    x, v = (jax.random.normal(jax.random.key(i), (1, 16, 2, 8)) for i in (0, 1))
+    visible = mask.dense(16).reshape(-1, 16, 16)
+
+    def attend(x):
+        y = LAYOUT.permute(x, 4, 1)
+        out = sa.attention(y, y, y, mesh=mesh_of(4), axis_name="sequence", layout=LAYOUT, mask=mask, kernel="xla")
+        return LAYOUT.restore(out, 4, 1)
+
+    found = jax.jit(functools.partial(hessian_product, attend))(x, v)
+    wanted = hessian_product(lambda x: dense_attention(x, x, x, visible), x, v)
+    np.testing.assert_allclose(found, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
+
+
+def test_a_whole_hessian():
+    x = jax.random.normal(jax.random.key(0), (1, 4, 1, 2))
+
+    def attend(x):
+        y = sa.striped().permute(x, 2, 1)
+        out = sa.attention(y, y, y, mesh=mesh_of(2), axis_name="sequence", layout=sa.striped(), mask=sa.causal())
+        return jnp.sum(sa.striped().restore(out, 2, 1) ** 2)
+
+    visible = sa.causal().dense(4)[None]
+    wanted = jax.hessian(lambda x: jnp.sum(dense_attention(x, x, x, visible) ** 2))(x)
+    np.testing.assert_allclose(jax.jit(jax.hessian(attend))(x), wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
+
+
+def test_derivatives_that_are_not_supported_say_so():
+    x = jnp.ones((1, 8, 1, 4))
+    part = jax.P(None, "sequence")
+    shard = lambda x: sa.attention_shard(x, x, x, axis_name="sequence", layout=sa.striped(), mask=sa.causal())  # noqa: E731
+    mesh = jax.make_mesh((2,), ("sequence",), (AxisType.Auto,), devices=jax.devices()[:2])
+    with pytest.raises(NotImplementedError, match=r"Forward-mode derivatives.*Use jax\.grad or jax\.vjp"):
+        jax.jvp(jax.shard_map(shard, mesh=mesh, in_specs=part, out_specs=part), (x,), (x,))
+    where = dict(mesh=mesh_of(2), axis_name="sequence", layout=sa.striped(), mask=sa.causal())
+    loss = lambda x: sa.attention(x, x, x, **where).sum()  # noqa: E731
+    with pytest.raises(NotImplementedError, match=r"Forward-mode derivatives.*Use jax\.grad or jax\.vjp"):
+        jax.jvp(loss, (x,), (x,))
+    with pytest.raises(NotImplementedError, match=r"jax\.grad of jax\.grad are not supported.*jax\.jvp\(jax\.grad"):
+        jax.grad(lambda x: jax.grad(loss)(x).sum())(x)

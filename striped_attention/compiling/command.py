@@ -14,21 +14,20 @@ import rich.console
 import rich.table
 
 import striped_attention as sa
-from striped_attention import kernel_pallas_tpu
-from striped_attention.bench.record import metadata, write
 from striped_attention.compiling.config import CompileConfig
 from striped_attention.compiling.topology import describe
-from striped_attention.cost import estimate, gigabytes
-from striped_attention.count import count_tile_rows
-from striped_attention.hardware import RATES
-from striped_attention.layout import Layout
-from striped_attention.mesh import make_mesh
-from striped_attention.parallel import AXES, check_devices, parse_mesh
-from striped_attention.plan_command import parse_length
-from striped_attention.schedule import transfers
-from striped_attention.training.errors import UsageError
+from striped_attention.core.layout import BASELINE, Layout
+from striped_attention.errors import UsageError
+from striped_attention.kernels.choice import Choice, choose
+from striped_attention.kernels.tpu.kernel import LANES
+from striped_attention.models.stages import AXES, check_devices, parse_mesh
+from striped_attention.options import parse_length
+from striped_attention.planning.cost import estimate, gigabytes
+from striped_attention.planning.work import count_tile_rows
+from striped_attention.runtime.mesh import make_mesh
+from striped_attention.runtime.record import metadata, write
+from striped_attention.runtime.schedule import transfers
 from striped_attention.training.step import Program
-from striped_attention.training.trainer import choose
 
 _FINE = 16  # the longest length is found to a part of this of the power of two below it
 
@@ -88,7 +87,7 @@ def _sizes(config: CompileConfig, length: int, devices: int) -> dict[str, int]:
     try:
         sizes = parse_mesh(config.mesh or f"{AXES.sequence}={devices}")
         check_devices(sizes, devices)
-        sa.zigzag().padded_length(length, devices)
+        BASELINE.padded_length(length, devices)  # refuses what positions cannot number
     except ValueError as error:
         raise UsageError(str(error)) from error
     if length < sizes[AXES.sequence]:
@@ -108,28 +107,37 @@ def _facts(program: Program, best: Compiled) -> dict[str, Any]:
         "parameters": program.model.parameters,
         "estimated_memory": estimate(program.config, sizes).total_memory,
         "longest_hop": max((_longest_hop(cells) for cells in rings), default=None),
-        "work": count_work(program, best.kernel),
+        "work": count_work(program),
     }
 
 
 def compile_step(program: Program) -> Compiled:
     """Compile a step, and read what came out."""
-    kernel = choose(program.config, dict(program.mesh.shape), program.documents, program.platform)
+    kernel = _choice(program).name
     length, begun = program.config.sequence_length, time.perf_counter()
     try:
         compiled = program.compiled
     except jax.errors.JaxRuntimeError as error:
         said = str(error).lower()
         if "resource_exhausted" in said and ("vmem" in said or "smem" in said):
-            raise UsageError(
-                f"The tiles do not fit into a chip's vector memory: try --tile {kernel_pallas_tpu.LANES}."
-            ) from error
+            raise UsageError(f"The tiles do not fit into a chip's vector memory: try --tile {LANES}.") from error
         if "resource_exhausted" not in said or "hbm" not in said:
             raise
         return Compiled(length, kernel, False, time.perf_counter() - begun, *_need(str(error)))
     seconds = time.perf_counter() - begun
     sent = [dataclasses.asdict(transfer) for transfer in transfers(compiled.as_text())]
     return Compiled(length, kernel, True, seconds, compiled.memory_analysis().peak_memory_in_bytes, None, sent)
+
+
+def _choice(program: Program) -> Choice:
+    """The kernel that a step takes on the devices it is compiled for."""
+    device = program.mesh.devices.flat[0]
+    layout, devices = program.compute.layout, program.compute.devices
+    request = program.config.request(layout, devices, program.documents, device.platform, device.device_kind)
+    try:
+        return choose(program.config.kernel, request)
+    except NotImplementedError as error:
+        raise UsageError(str(error)) from error
 
 
 def _need(message: str) -> tuple[int | None, int | None]:
@@ -168,33 +176,23 @@ def _longest(first: Compiled, attempt: Any, console: rich.console.Console) -> li
     return tried
 
 
-def count_work(program: Program, kernel: str) -> dict[str, Any]:
-    """Tiles that devices run, step by step, under a causal mask: of the busiest at every step, and over contiguous."""
+def count_work(program: Program) -> dict[str, Any]:
+    """Tiles that devices run, step by step, under a causal mask: of the busiest at every step, over the baseline."""
     compute, config = program.compute, program.config
-    tile = _tile(program, kernel)
+    tile = _choice(program).tile
 
     def critical(layout: Layout) -> int:
         tiles, _ = count_tile_rows(layout, sa.causal(), config.sequence_length, compute.devices, tile)
         return int(np.sum(np.max(tiles, axis=0)))
 
-    mine, contiguous = critical(compute.layout), critical(sa.contiguous())
+    mine, baseline = critical(compute.layout), critical(BASELINE)
     return {
         "tile": tile,
         "busiest_tiles": mine,
-        "busiest_tiles_contiguous": contiguous,
-        "over_contiguous": contiguous / mine,
+        "busiest_tiles_contiguous": baseline,
+        "over_contiguous": baseline / mine,
         "bound": 2 - 1 / compute.devices,
     }
-
-
-def _tile(program: Program, kernel: str) -> tuple[int, int]:
-    """The tile that a kernel takes."""
-    if program.config.tile is not None:
-        return (program.config.tile, program.config.tile)
-    if kernel != "pallas_tpu":
-        return RATES[program.platform, kernel].tile
-    with jax.sharding.use_abstract_mesh(program.mesh.abstract_mesh):
-        return kernel_pallas_tpu.default_tile(program.model.head_dim)
 
 
 def _show(config: CompileConfig, record: dict[str, Any], best: Compiled) -> list[Any]:
@@ -221,7 +219,7 @@ def _show(config: CompileConfig, record: dict[str, Any], best: Compiled) -> list
     work = record["work"]
     tile = " × ".join(map(str, work["tile"]))
     table.add_row(
-        "tiles of the busiest device, causal: contiguous over this", f"{work['over_contiguous']:.2f} ({tile})"
+        f"tiles of the busiest device, causal: {BASELINE!r} over this", f"{work['over_contiguous']:.2f} ({tile})"
     )
     table.add_row("  at most", f"{work['bound']:.2f}")
     table.add_row("compiled in", f"{best.seconds:.0f} s")

@@ -3,8 +3,9 @@
 import dataclasses
 from typing import Literal
 
-from striped_attention.plan_command import parse_length
-from striped_attention.training.config import Path, Text, TrainConfig, Whole
+from striped_attention.core.layout import DEFAULT, LayoutName
+from striped_attention.options import Path, Text, Whole, parse_length
+from striped_attention.training.config import TrainConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class CompileConfig:
     """Sequences a step, over all devices."""
     mesh: Text = None
     """Devices per axis, like data=2,sequence=8. Default: every device on sequence."""
-    layout: Literal["striped", "contiguous", "zigzag"] = "striped"
+    layout: LayoutName = DEFAULT
     """How tokens are dealt to the devices of the sequence axis."""
     stripe: Whole = None
     """Tokens of a stripe. Default: as in `striped train`."""

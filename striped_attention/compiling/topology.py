@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from striped_attention.training.errors import UsageError
+from striped_attention.errors import UsageError
 
 # libtpu looks for a TPU and its cloud unless it is told that there is none.
 _ALONE = {

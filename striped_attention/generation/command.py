@@ -16,15 +16,16 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from striped_attention.cost import gigabytes
+from striped_attention.core.layout import INT32_MAX
+from striped_attention.errors import UsageError
 from striped_attention.generation import text, weights
 from striped_attention.generation.config import ExportConfig, GenerateConfig, ImportConfig
 from striped_attention.generation.engine import NOBODY, Engine, Options
-from striped_attention.layout import INT32_MAX
-from striped_attention.mesh import make_mesh
-from striped_attention.model import ModelConfig
-from striped_attention.parallel import AXES
-from striped_attention.training.errors import UsageError
+from striped_attention.huggingface.writing import BESIDE
+from striped_attention.models.llama import ModelConfig
+from striped_attention.models.stages import AXES
+from striped_attention.planning.cost import gigabytes
+from striped_attention.runtime.mesh import make_mesh
 from striped_attention.training.launch import in_cluster
 
 LONGEST = INT32_MAX - 2**20  # tokens; padding comes on top
@@ -39,7 +40,7 @@ def generate(config: GenerateConfig) -> None:
     capacity = _check_prompts(config, source.model, tokens)
     devices, platform = jax.device_count(), jax.default_backend()
     layout = config.make_layout(source.model, devices, capacity, platform)
-    config.check_kernel(source.model, layout, devices, platform)
+    config.check_kernel(source.model, layout, devices, capacity, platform)
     _check_output(config)
     batch = min(config.batch, len(prompts))
     options = Options(layout, batch, capacity, config.chunk, jnp.dtype(config.dtype), config.kernel)
@@ -247,11 +248,15 @@ def export_model(config: ExportConfig) -> None:
     tokenizer = config.tokenizer or _own_tokenizer(source)
     if tokenizer is not None and not tokenizer.is_file():
         raise UsageError(f"--tokenizer {tokenizer} is not a file. Give a Hugging Face tokenizer.json.")
+    if tokenizer is not None and tokenizer.resolve().parent == source.folder.resolve():
+        for name in BESIDE:  # copied with it, so these must lie in the folder as well
+            source.file(name)
     weights.export_model(source, config.output, config.dtype, tokenizer, _mesh())
     print(f"{source.model.parameters:,} parameters, {config.dtype}: {config.output}", file=sys.stderr)
 
 
 def _own_tokenizer(source: weights.Source) -> pathlib.Path | None:
+    """The tokenizer in the folder of a model, if there is one."""
     try:
         return text.find(source)
     except text.NoTokenizer:  # an export can do without

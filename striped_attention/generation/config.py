@@ -2,20 +2,20 @@
 
 import dataclasses
 import pathlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import tyro
 
-import striped_attention as sa
-from striped_attention.attention import KERNELS
+from striped_attention.core.layout import BASELINE, DEFAULT, Layout, LayoutName, has_stripes, named_layout
+from striped_attention.errors import UsageError
 from striped_attention.generation.sample import Sampling
-from striped_attention.kernel_xla import default_tile
-from striped_attention.layout import Layout
-from striped_attention.model import ModelConfig
-from striped_attention.training.config import Path, Text, Whole, check_at_least, check_shared
-from striped_attention.training.errors import UsageError
+from striped_attention.inference.attention import prefill_requests
+from striped_attention.kernels.choice import choose, choose_stripes
+from striped_attention.kernels.contract import Request
+from striped_attention.models.llama import ModelConfig
+from striped_attention.options import Path, Text, Whole, check_at_least, check_shared
 
 Folder = Annotated[pathlib.Path, tyro.conf.arg(metavar="PATH")]
 
@@ -56,7 +56,7 @@ class GenerateConfig:
     """A Hugging Face tokenizer.json. Default: the model's own; bytes if it was trained on bytes."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of weights, cache and arithmetic."""
-    layout: Literal["striped", "contiguous", "zigzag"] = "striped"
+    layout: LayoutName = DEFAULT
     """How tokens, and so the cache, are dealt to the devices. striped is balanced at every length."""
     stripe: Whole = None
     """Tokens of a stripe. Default: 1 with the kernel cudnn, else a tile, or less where a device has few tokens."""
@@ -92,31 +92,32 @@ class GenerateConfig:
 
     def make_layout(self, model: ModelConfig, devices: int, capacity: int, platform: str) -> Layout:
         """The layout of prompts and cache."""
-        if self.layout != "striped":
-            return sa.contiguous() if self.layout == "contiguous" else sa.zigzag()
-        if self.stripe is not None:
-            return sa.striped(self.stripe)
-        if self.kernel == "cudnn" or (self.kernel == "auto" and not self._refusal(model, devices, platform)):
-            return sa.striped(1)
-        quarter = max(1, min(capacity, self.chunk) // devices // 4)  # a few stripes a device, so that they are balanced
-        return sa.striped(min(default_tile(platform)[0], 2 ** (quarter.bit_length() - 1)))
+        if self.stripe is not None or not has_stripes(self.layout):
+            return named_layout(self.layout, self.stripe or 1)
+        among, _ = self._requests(model, BASELINE, devices, capacity, platform)
+        return choose_stripes(self.kernel, among, min(capacity, self.chunk) // devices)
 
-    def check_kernel(self, model: ModelConfig, layout: Layout, devices: int, platform: str) -> None:
+    def check_kernel(self, model: ModelConfig, layout: Layout, devices: int, capacity: int, platform: str) -> None:
         """Raise if the kernel that was asked for cannot read prompts."""
-        if self.kernel != "auto" and (reason := self._refusal(model, devices, platform, self.kernel, layout)):
-            raise UsageError(f"--kernel {self.kernel} cannot do this: {reason}")
+        try:
+            for request in self._requests(model, layout, devices, capacity, platform):
+                choose(self.kernel, request)
+        except NotImplementedError as error:
+            raise UsageError(str(error).replace(f"Kernel {self.kernel!r}", f"--kernel {self.kernel}", 1)) from error
 
-    def _refusal(
-        self, model: ModelConfig, devices: int, platform: str, kernel: str = "cudnn", layout: Layout | None = None
-    ) -> str | None:
-        """What a kernel says that it cannot do of this; None if it can."""
-        query, key = (
-            jax.ShapeDtypeStruct((1, 1024, heads, model.head_dim), jnp.dtype(self.dtype))
-            for heads in (model.heads, model.kv_heads)
+    def _requests(
+        self, model: ModelConfig, layout: Layout, devices: int, capacity: int, platform: str
+    ) -> list[Request]:
+        """What prefill asks of attention kernels: among new tokens, and of new tokens to the cache."""
+        new = layout.padded_length(min(capacity, self.chunk), devices) // devices
+        room = layout.padded_length(capacity, devices) // devices
+        dtype = jnp.dtype(self.dtype)
+        query, key = (jax.ShapeDtypeStruct((1, new, n, model.head_dim), dtype) for n in (model.heads, model.kv_heads))
+        cached = jax.ShapeDtypeStruct((1, model.kv_heads, room, model.head_dim), dtype)
+        asked = prefill_requests(
+            query, key, cached, layout=layout, devices=devices, window=model.window, platform=platform
         )
-        mask = sa.causal() if model.window is None else sa.sliding_window(model.window)
-        what: dict[str, Any] = dict(softcap=None, bias=None, mask=mask, layout=layout or sa.striped(1), tile=None)
-        return KERNELS[kernel].unsupported(query, key, devices=devices, padded=False, platform=platform, **what)
+        return list(asked)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,12 +20,13 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from striped_attention.cache import KVCache
-from striped_attention.cached_attention import decode_attention, prefill_attention_shard
+from striped_attention.core.layout import Layout
 from striped_attention.generation.sample import Sampling, choose
-from striped_attention.layout import Layout
-from striped_attention.model import ModelConfig, Weights, after, before, logits, lookup, split_layer
-from striped_attention.parallel import AXES, stage
+from striped_attention.inference.attention import decode_attention, prefill_attention_shard
+from striped_attention.inference.cache import KVCache
+from striped_attention.models.llama import ModelConfig, Weights, after, before, logits, lookup, split_layer
+from striped_attention.models.stages import AXES, stage
+from striped_attention.runtime.compiler import compiler_options
 
 P = PartitionSpec
 EVERYWHERE = P()
@@ -270,7 +271,7 @@ class Engine:
         if name not in self._programs:
             begun = time.perf_counter()
             program = jax.jit(function, donate_argnums=donate, out_shardings=shardings)
-            self._programs[name] = program.lower(*arguments).compile()
+            self._programs[name] = program.lower(*arguments).compile(compiler_options=compiler_options())
             self.compiling += time.perf_counter() - begun
         return self._programs[name](*arguments)
 

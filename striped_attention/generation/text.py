@@ -5,9 +5,13 @@ import json
 import pathlib
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
+
+from striped_attention.errors import UsageError
 from striped_attention.generation.weights import Source
-from striped_attention.training.data import BYTES, TOKENS, end_token, open_tokenizer, tokens_of
-from striped_attention.training.errors import UsageError
+from striped_attention.training.data import BYTES, TOKENS
+from striped_attention.training.folder import TOKENIZER
+from striped_attention.training.tokenizer import end_token, open_tokenizer, tokens_of
 
 
 class NoTokenizer(UsageError):
@@ -53,35 +57,37 @@ class ByteStream:
 
 
 class TokenStream:
-    """Text from tokens as they come.
+    """Text from tokens as they come; those of half a character wait for the rest."""
 
-    What a token stands for depends on those before it: a space, half a character. So some tokens that were shown before
-    are decoded with it, of the prompt at first, and the text they make is left out.
-    """
-
-    CONTEXT = 6
+    CONTEXT = 6  # tokens of the prompt that are decoded with the first ones: a space may belong between them
 
     def __init__(self, tokenizer: Any, prompt: list[int]) -> None:
-        self._decode = tokenizer.decode
-        self._tokens = prompt[-self.CONTEXT :]
-        self._shown = len(self._tokens)
+        self._tokenizer = tokenizer
+        self._go_on_from(prompt[-self.CONTEXT :])
+
+    def _go_on_from(self, shown: list[int]) -> None:
+        # Of tokens that end within a character the library would show everything once more.
+        whole = not self._tokenizer.decode(shown).endswith("\N{REPLACEMENT CHARACTER}")
+        self._stream = DecodeStream(shown if whole else [], skip_special_tokens=True)
+        self._waiting: list[int] = []
 
     def add(self, token: int) -> str:
         """The text that a token completes."""
-        self._tokens.append(token)
-        text = self._new()
-        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
-            return ""
-        self._tokens = self._tokens[-self.CONTEXT :]
-        self._shown = len(self._tokens)
-        return text
+        self._waiting.append(token)
+        try:
+            text = self._stream.step(self._tokenizer, token)
+        except Exception as error:  # a plain one
+            if "Invalid prefix" not in str(error):
+                raise
+            text = self.finish()  # bytes that were no character, after a character that was shown
+            self._go_on_from(self._waiting)
+        if text is not None:
+            self._waiting = []
+        return text or ""
 
     def finish(self) -> str:
         """What is left when no token follows."""
-        return self._new()
-
-    def _new(self) -> str:
-        return self._decode(self._tokens)[len(self._decode(self._tokens[: self._shown])) :]
+        return self._tokenizer.decode(self._waiting)
 
 
 def load(source: Source, given: pathlib.Path | None) -> tuple[Bytes | Tokenizer, list[int]]:
@@ -107,20 +113,19 @@ def load(source: Source, given: pathlib.Path | None) -> tuple[Bytes | Tokenizer,
 
 def find(source: Source) -> pathlib.Path | None:
     """Where the tokenizer of a model is; None if its tokens are bytes."""
-    beside = source.folder / "tokenizer.json"
-    if beside.is_file():
-        return beside
+    path = source.file(TOKENIZER)
+    if path is not None:
+        return path
     options = _options(source)
     if options is None or str(options.get("data")).endswith(TOKENS):
-        raise NoTokenizer(f"{source.folder} has no tokenizer.json. Give one with --tokenizer.")
-    if options.get("tokenizer") is None:
-        return None
-    path = pathlib.Path(options["tokenizer"])
-    if not path.is_file():
+        raise NoTokenizer(f"{source.folder} has no {TOKENIZER}. Give one with --tokenizer.")
+    used = options.get("tokenizer")
+    if used is not None:
         raise UsageError(
-            f"{source.folder} was trained with the tokenizer {path}, which is gone. Give it with --tokenizer."
+            f"The tokenizer of a run must lie in its folder, and {source.folder} has no {TOKENIZER}. Its run.json says "
+            f"that it was trained with {used}: if you trust that, give it with --tokenizer."
         )
-    return path
+    return None
 
 
 def _options(source: Source) -> dict[str, Any] | None:
@@ -129,7 +134,10 @@ def _options(source: Source) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        return dict(json.loads(path.read_text())[-1]["options"])
+        options = json.loads(path.read_text())[-1]["options"]
+        if not isinstance(options, dict):
+            raise TypeError("its options are no object")
+        return options
     except (ValueError, LookupError, TypeError) as error:
         raise UsageError(f"{path} is damaged ({error}). Give the tokenizer with --tokenizer.") from error
 

@@ -9,7 +9,6 @@ Checkpoints hold float32, all layers of a weight stacked; an engine wants every 
 
 import dataclasses
 import functools
-import logging
 import pathlib
 import shutil
 from collections.abc import Iterator
@@ -22,13 +21,15 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding
 
 from striped_attention._version import __version__
+from striped_attention.errors import UsageError
 from striped_attention.generation.engine import layer_specs
 from striped_attention.huggingface import read_config, tensors, write
 from striped_attention.huggingface.config import IDS, read_json
 from striped_attention.huggingface.writing import BESIDE
-from striped_attention.model import ModelConfig, Weights
+from striped_attention.models.llama import ModelConfig, Weights
 from striped_attention.training.checkpoint import FORMAT, checksums, first_line
-from striped_attention.training.errors import UsageError
+from striped_attention.training.folder import TOKENIZER
+from striped_attention.training.storage import open_steps, read_arrays
 
 WEIGHTS = "striped_attention weights 1"  # a checkpoint without an optimiser
 
@@ -45,6 +46,20 @@ class Source:
     def read(self, mesh: Mesh, dtype: Any) -> Weights:
         """The weights, each layer's by themselves, on the mesh."""
         return _read_hub(self, mesh, dtype) if self.step is None else _read_checkpoint(self, mesh, dtype)
+
+    def file(self, name: str) -> pathlib.Path | None:
+        """A file of the folder, None if it is not there.
+
+        Checkpoints come from strangers too, and a link in one must not make `striped export` publish a file of this
+        machine. Downloads of Hugging Face models are links into a cache: those are followed.
+        """
+        path = self.folder / name
+        if self.step is not None and not path.resolve().is_relative_to(self.folder.resolve()):
+            raise UsageError(
+                f"The files of a run must lie in its folder, but {path} is a link to {path.resolve()}. If you trust "
+                f"that file, put a copy in place of the link, or give it with --tokenizer."
+            )
+        return path if path.is_file() else None
 
     @property
     def length(self) -> int:
@@ -99,14 +114,9 @@ def _part(array: np.ndarray, dtype: Any, index: Any) -> np.ndarray:
     return np.ascontiguousarray(array[index].astype(dtype))
 
 
-def _manager(folder: pathlib.Path, read_only: bool) -> ocp.CheckpointManager:
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells of every step, and we of its errors
-    return ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(read_only=read_only))
-
-
 def _find_checkpoint(folder: pathlib.Path) -> Source:
     try:
-        with _manager(folder, read_only=True) as manager:
+        with open_steps(folder, read_only=True) as manager:
             step = manager.latest_step()
             if step is None:
                 raise ValueError("no save was finished")
@@ -145,13 +155,9 @@ def read_stacked(source: Source, mesh: Mesh) -> Weights:
     place = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))  # noqa: E731
     shapes, specs = source.model.shapes, source.model.specs(mesh.size)
     wanted = {"weights": jax.tree.map(place, shapes, specs, is_leaf=lambda x: isinstance(x, tuple))}
-    arguments = ocp.args.PyTreeRestore(
-        item=wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=True
-    )
     where = source.folder / str(source.step)
     try:
-        with _manager(source.folder, read_only=True) as manager:
-            found = manager.restore(source.step, args=ocp.args.Composite(state=arguments))["state"]["weights"]
+        found = read_arrays(where / "state", wanted, part=True)["weights"]
     except Exception as error:
         raise UsageError(f"{where} cannot be read, it is damaged or foreign: {first_line(error)}.") from error
     numbers = {f".weights{name}": number for name, number in checksums(found).items()}
@@ -186,13 +192,13 @@ def import_model(source: Source, output: pathlib.Path, mesh: Mesh) -> None:
     existed = output.exists()
     try:
         output.mkdir(parents=True, exist_ok=True)
-        with _manager(output, read_only=False) as manager:
+        with open_steps(output) as manager:
             manager.save(0, args=arguments, force=True)
             manager.wait_until_finished()
             manager.check_for_errors()
-        for name in ("tokenizer.json", *BESIDE):
-            if (source.folder / name).is_file():
-                shutil.copyfile(source.folder / name, output / name)
+        for name in (TOKENIZER, *BESIDE):
+            if (path := source.file(name)) is not None:
+                shutil.copyfile(path, output / name)
     except BaseException as error:  # also Ctrl-C leaves nothing
         for path in output.iterdir() if output.exists() else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -19,9 +19,9 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from striped_attention.model import ModelConfig
-from striped_attention.rotary import STRETCHES, Stretch
-from striped_attention.training.errors import UsageError
+from striped_attention.errors import UsageError
+from striped_attention.models.llama import ModelConfig
+from striped_attention.models.rotary import STRETCHES, Stretch
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 SLIDING, FULL = "sliding_attention", "full_attention"

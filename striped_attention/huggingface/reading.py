@@ -10,10 +10,10 @@ import ml_dtypes  # noqa: F401  NumPy knows bfloat16 by it
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from striped_attention.errors import UsageError
 from striped_attention.huggingface.config import read_json
 from striped_attention.huggingface.weight import CODES, OUTSIDE, Named, Weight, weights
-from striped_attention.model import ModelConfig
-from striped_attention.training.errors import UsageError
+from striped_attention.models.llama import ModelConfig
 
 EMBEDDING, HEAD = (f"{OUTSIDE[name]}.weight" for name in ("embedding", "unembedding"))
 SAME = "Are both of the same model?"

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from striped_attention.model import ModelConfig
+from striped_attention.models.llama import ModelConfig
 
 Named = tuple[str, int | None, np.ndarray]  # our name, the layer or None, the array
 

@@ -2,7 +2,7 @@
 
 A safetensors file is eight bytes that hold the header's length, the header (JSON: dtype, shape and place of every
 weight), and the numbers. All places are known beforehand, so weights are written one at a time, in whatever order they
-come.
+come. The writer of the safetensors library wants all weights of a file in memory, 5 GB; this one wants one weight.
 """
 
 import contextlib
@@ -18,10 +18,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from striped_attention.errors import UsageError
 from striped_attention.huggingface.config import config_json
 from striped_attention.huggingface.weight import CODES, Named, Weight, weights
-from striped_attention.model import ModelConfig
-from striped_attention.training.errors import UsageError
+from striped_attention.models.llama import ModelConfig
 
 DTYPES = {"float32": np.dtype("f4"), "float16": np.dtype("f2"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # what belongs to a tokenizer.json

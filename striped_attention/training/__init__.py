@@ -2,9 +2,15 @@
 
 config      every option, once: flags, help, defaults and the record kept with a run
 data        text in, batches out
+content     what a file holds, told by its bytes
+tokenizer   a Hugging Face tokenizer.json
 step        one step: loss, gradients, optimiser, over the whole mesh
 checkpoint  save and restore
+storage     Orbax, which does the writing and reading
+folder      what a run's folder holds besides: its record and its tokenizer
 trainer     the loop around it: progress, metrics, signals
+watch       what is shown and kept of every step
+events      the files that TensorBoard reads
 launch      one process or many
 dry_run     what a run would need, without running it
 """

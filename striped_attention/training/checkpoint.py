@@ -8,9 +8,10 @@ every array, so that a disk that has changed a byte is found out.
 
 import contextlib
 import dataclasses
-import logging
+import math
 import pathlib
 import shutil
+import tempfile
 import threading
 from typing import Any
 
@@ -20,9 +21,10 @@ import orbax.checkpoint as ocp
 from jax import lax
 
 from striped_attention._version import __version__
-from striped_attention.model import ModelConfig
-from striped_attention.training.errors import UsageError
+from striped_attention.errors import UsageError
+from striped_attention.models.llama import ModelConfig
 from striped_attention.training.step import State
+from striped_attention.training.storage import open_steps, read_arrays
 
 FORMAT = "striped_attention training state 1"
 
@@ -44,26 +46,39 @@ class Place:
 
 
 class Checkpoints:
-    """The checkpoints of one run in one folder."""
+    """The checkpoints of one run in one folder. Leave it as a context: an error gives a save that is under way time."""
 
     def __init__(self, folder: pathlib.Path, keep: int) -> None:
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells of every step, and we of its errors
         self.folder = folder.absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._manager = ocp.CheckpointManager(self.folder, options=options)
+            with tempfile.TemporaryFile(dir=self.folder):  # a folder that cannot be written to is told now
+                pass
+            self._manager = open_steps(self.folder, max_to_keep=keep, enable_async_checkpointing=True)
         except OSError as error:
-            raise UsageError(f"--checkpoint-dir {folder} cannot be used: {error.strerror or error}.") from error
+            raise UsageError(
+                f"--checkpoint-dir {folder} cannot be used: {error.strerror or error}. Choose a folder that can be "
+                f"written to."
+            ) from error
         self.saved: int | None = self._manager.latest_step()
         self._saving: int | None = None
         self._checksums: dict[str, int] = {}
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is None:
+            self._manager.close()
+        else:
+            self._abandon()
 
     def save(self, state: State, place: Place) -> None:
         """Start to save; returns as soon as the arrays are copied. Waits for the save before it."""
         self.wait()
         self._saving = place.step
-        self._check_room(state)
+        if lack := self._lack(state):
+            raise self._failed(OSError(lack))
         said = {**place.as_json(), "checksums": checksums(state)}
         arguments = ocp.args.Composite(state=ocp.args.StandardSave(state), place=ocp.args.JsonSave(said))
         try:
@@ -71,14 +86,20 @@ class Checkpoints:
         except Exception as error:
             raise self._failed(error) from error
 
-    def _check_room(self, state: State) -> None:
-        """Raise if the disk is too full, before a save that would fail half-way."""
-        needed = sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards)
-        free = shutil.disk_usage(self.folder).free
-        if free < needed:
-            raise self._failed(
-                OSError(f"it needs up to {needed / 1e6:,.1f} MB and the disk has {free / 1e6:,.1f} MB left")
+    def check_room(self, state: State) -> None:
+        """Raise if the disk is too full for a checkpoint. `state` may hold shapes and shardings only."""
+        if lack := self._lack(state):
+            raise UsageError(
+                f"--checkpoint-dir {self.folder} has no room for a checkpoint: {lack}. Make room or choose another."
             )
+
+    def _lack(self, state: State) -> str | None:
+        """What this process's part of a checkpoint needs and the disk does not have."""
+        needed = sum(map(_bytes_here, jax.tree.leaves(state)))
+        free = shutil.disk_usage(self.folder).free
+        if free >= needed:
+            return None
+        return f"it needs up to {needed / 1e6:,.1f} MB and the disk has {free / 1e6:,.1f} MB left"
 
     def wait(self) -> None:
         """Return when everything is on disk, or say what was not."""
@@ -132,8 +153,7 @@ class Checkpoints:
     def restore(self, step: int, state: State) -> State:
         """The state of the step that `place` named, laid out like `state`, which holds shapes and shardings only."""
         try:
-            arguments = ocp.args.Composite(state=ocp.args.StandardRestore(state))
-            found = self._manager.restore(step, args=arguments)["state"]
+            found = read_arrays(self.folder / str(step) / "state", state)
         except Exception as error:
             raise self._unreadable(step, error) from error
         wrong = [name for name, number in checksums(found).items() if self._checksums.get(name) != number]
@@ -153,19 +173,22 @@ class Checkpoints:
         """The steps of all whole checkpoints, oldest first."""
         return sorted(self._manager.all_steps())
 
-    def abandon(self, seconds: float = 30) -> None:
+    def _abandon(self, seconds: float = 30) -> None:
         """Give a save that is under way time to finish. What goes wrong with it is not told: another error is."""
 
         def finish() -> None:
             with contextlib.suppress(Exception):
-                self._manager.wait_until_finished()
+                self._manager.close()
 
         thread = threading.Thread(target=finish, daemon=True)
         thread.start()
         thread.join(seconds)
 
-    def close(self) -> None:
-        self._manager.close()
+
+def _bytes_here(x: Any) -> int:
+    """Bytes of an array, or of a described one, on the devices of this process."""
+    shard = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    return shard * len(x.sharding.addressable_devices)
 
 
 def checksums(state: Any) -> dict[str, int]:

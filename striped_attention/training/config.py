@@ -1,25 +1,19 @@
 """Config: every option of `striped train`, once: its flags, help, defaults and the record kept with a run."""
 
 import dataclasses
-import math
 import pathlib
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import jax
 import numpy as np
-import tyro
 
 import striped_attention as sa
-from striped_attention.attention import KERNELS
-from striped_attention.kernel_xla import default_tile
-from striped_attention.layout import Layout
-from striped_attention.model import PRESETS, ModelConfig
-from striped_attention.training.errors import UsageError
-
-# What may be left out; the help says what happens then.
-Whole = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
-Text = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
-Path = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+from striped_attention.core.layout import BASELINE, DEFAULT, Layout, LayoutName, has_stripes, named_layout
+from striped_attention.errors import UsageError
+from striped_attention.kernels.choice import choose_stripes
+from striped_attention.kernels.contract import Request, make_request
+from striped_attention.models.llama import PRESETS, ModelConfig
+from striped_attention.options import Path, Text, Whole, check_at_least, check_shared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +33,7 @@ class TrainConfig:
     mesh: Text = None
     """Devices per axis, like data=2,sequence=4: sequences of a batch over data, tokens of a sequence over sequence.
     Default: every device on sequence."""
-    layout: Literal["striped", "contiguous", "zigzag"] = "striped"
+    layout: LayoutName = DEFAULT
     """How tokens are dealt to the devices of the sequence axis. contiguous is Ring Attention, striped is balanced."""
     stripe: Whole = None
     """Tokens of a stripe. Default: about a tile, 256 on CPUs, 1024 elsewhere; a smaller power of two where a device has
@@ -50,10 +44,10 @@ class TrainConfig:
     """For the first weights and the order of the data."""
 
     data: Path = None
-    """A text file, a folder of text files, or tokens as .npy or .bin (raw uint16, or uint32 for a vocabulary beyond
+    """A text file in UTF-8, a folder of them, or tokens as .npy or .bin (raw uint16, or uint32 for a vocabulary beyond
     65536). Default: the sources of Python's standard library, as bytes."""
     tokenizer: Path = None
-    """A Hugging Face tokenizer.json for text. Default: bytes are tokens."""
+    """A Hugging Face tokenizer.json for text; a copy is kept in --checkpoint-dir. Default: bytes are tokens."""
     end_token: Whole = None
     """The token that ends a document in .npy and .bin data. Without it all of it counts as one document."""
 
@@ -143,62 +137,40 @@ class TrainConfig:
     def make_layout(self, devices: int, documents: bool = True, platform: str | None = None) -> Layout:
         """The layout on that many devices of the sequence axis, for text with documents or without.
 
-        Without a platform, as in a dry run, no device is touched: stripes are those of accelerators, with --cpu-devices
-        those of CPUs.
+        Without a platform, as in a dry run, no device is touched: stripes are those of GPUs, with --cpu-devices those
+        of CPUs.
         """
-        if self.layout == "contiguous":
-            return sa.contiguous()
-        if self.layout == "zigzag":
-            return sa.zigzag()
-        if self.stripe is None and self.kernel == "cudnn":
-            return sa.striped(1)
-        if self.stripe is None and not documents and self.kernel == "auto" and platform is not None:
-            query, key, what = self.attention(sa.striped(1), devices, documents, platform)
-            if KERNELS["cudnn"].unsupported(query, key, **what) is None:
-                return sa.striped(1)
-        quarter = max(1, -(-self.sequence_length // devices) // 4)
-        tile = self.tile or default_tile(platform or ("gpu" if self.cpu_devices is None else "cpu"))[0]
-        return sa.striped(self.stripe or min(tile, 2 ** (quarter.bit_length() - 1)))
+        if self.stripe is not None or not has_stripes(self.layout):
+            return named_layout(self.layout, self.stripe or 1)
+        assumed = "gpu" if self.cpu_devices is None else "cpu"
+        request = self.request(BASELINE, devices, documents, platform or assumed, here=platform is not None)
+        return choose_stripes(self.kernel, request, -(-self.sequence_length // devices))
 
-    def attention(
-        self, layout: Layout, devices: int, documents: bool, platform: str
-    ) -> tuple[Any, Any, dict[str, Any]]:
-        """What a kernel is asked to do: shapes of queries and keys on a device, and the rest."""
-        length = layout.padded_length(self.sequence_length, devices)
+    def request(
+        self, layout: Layout, devices: int, documents: bool, platform: str, kind: str = "", here: bool = True
+    ) -> Request:
+        """What is asked of an attention kernel, on each of so many devices of the sequence axis."""
+        slots = layout.padded_length(self.sequence_length, devices) // devices
         query, key = (
-            jax.ShapeDtypeStruct((1, length // devices, heads, self.model.head_dim), self.dtype)
+            jax.ShapeDtypeStruct((1, slots, heads, self.model.head_dim), self.dtype)
             for heads in (self.model.heads, self.model.kv_heads)
         )
-        mask = sa.documents(np.zeros((1, self.sequence_length), np.int32)) if documents else sa.causal()
-        tile = None if self.tile is None else (self.tile, self.tile)
-        what = dict(softcap=None, bias=None, mask=mask, layout=layout, devices=devices, tile=tile)
-        return query, key, {**what, "padded": length != self.sequence_length, "platform": platform}
+        mask = sa.causal() if self.model.window is None else sa.sliding_window(self.model.window)
+        if documents:
+            mask = mask & sa.documents(np.zeros((1, self.sequence_length), np.int32))
+        return make_request(
+            query,
+            key,
+            mask=mask,
+            layout=layout,
+            devices=devices,
+            length=self.sequence_length,
+            tile=None if self.tile is None else (self.tile, self.tile),
+            platform=platform,
+            device_kind=kind,
+            here=here,
+        )
 
     def record(self) -> dict[str, Any]:
         """All options as JSON can keep them."""
         return {k: str(v) if isinstance(v, pathlib.Path) else v for k, v in dataclasses.asdict(self).items()}
-
-
-def check_shared(config: Any) -> None:
-    """Raise if options that `striped train` and `striped generate` have in common make no sense."""
-    counts = ("stripe", "cpu_devices", "local_processes", "num_processes")
-    check_at_least(config, {"seed": 0} | dict.fromkeys(counts, 1))
-    if config.seed >= 2**32:
-        raise UsageError(f"--seed must be less than {2**32}; got {config.seed}.")
-    if config.kernel not in ("auto", *KERNELS):
-        raise UsageError(f"--kernel must be one of {['auto', *KERNELS]}; got {config.kernel!r}.")
-    if config.stripe is not None and config.layout != "striped":
-        raise UsageError(f"--stripe is for --layout striped; got --layout {config.layout}. Leave one of them out.")
-    cluster = (config.coordinator, config.num_processes, config.process_id)
-    if any(x is not None for x in cluster) and None in cluster:
-        raise UsageError("--coordinator, --num-processes and --process-id go together: give all three or none.")
-    if config.local_processes is not None and config.coordinator is not None:
-        raise UsageError("--local-processes starts a cluster of its own: leave out --coordinator and the like.")
-
-
-def check_at_least(config: Any, least: dict[str, int]) -> None:
-    """Raise if one of these options is given and smaller, or no finite number."""
-    for name, smallest in least.items():
-        value = getattr(config, name)
-        if value is not None and not (value >= smallest and math.isfinite(value)):
-            raise UsageError(f"--{name.replace('_', '-')} must be at least {smallest}; got {value}.")

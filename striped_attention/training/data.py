@@ -8,7 +8,7 @@ the last token of a document has none.
 Sources (`load`):
 
     nothing               the sources of Python's standard library, as bytes: a corpus without a download
-    a text file, a folder text as bytes, or as tokens if a tokenizer.json is given; a file is a document
+    a text file, a folder UTF-8 text as bytes, or as tokens if a tokenizer.json is given; a file is a document
     .npy                  whole numbers, one dimension, read where they lie (memmap)
     .bin                  raw little-endian uint16, or uint32 where the vocabulary is larger than that
 """
@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from striped_attention.training.errors import UsageError
+from striped_attention.errors import UsageError
+from striped_attention.training.content import check_text
+from striped_attention.training.tokenizer import ENDS, end_token, open_tokenizer, tokens_of
 
-ENDS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[SEP]")
 TOKENS = (".npy", ".bin")
 BYTES = 256  # values of a byte; the token that ends a document comes after them
 LOOKS, LOOK = 64, 2**20  # places where tokens are checked before a run starts, and how many at each
@@ -34,12 +35,16 @@ LOOKS, LOOK = 64, 2**20  # places where tokens are checked before a run starts, 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Corpus:
-    """Tokens end to end. `end` is the token that closes a document, None if nothing marks documents."""
+    """Tokens end to end. `end` is the token that closes a document, None if nothing marks documents.
+
+    `warning` is what a person who trains on it should know.
+    """
 
     tokens: np.ndarray
     end: int | None
     vocabulary: int
     source: str
+    warning: str | None = None
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -122,9 +127,25 @@ def load(path: pathlib.Path | None, tokenizer: pathlib.Path | None, end: int | N
         corpus = _text(path, tokenizer, vocabulary)
     if len(corpus.tokens) == 0:
         raise UsageError(f"{corpus.source} is empty. Give a file with text or tokens in it.")
+    return _looked_through(corpus)
+
+
+def _looked_through(corpus: Corpus) -> Corpus:
+    """The corpus, after a look at all of it or at many places: are its tokens of the vocabulary, do documents end?"""
+    looked = ends = 0
     for place in range(0, len(corpus.tokens), max(LOOK, len(corpus.tokens) // LOOKS)):
-        _check_vocabulary(corpus, corpus.tokens[place : place + LOOK])
-    return corpus
+        tokens = corpus.tokens[place : place + LOOK]
+        _check_vocabulary(corpus, tokens)
+        looked += len(tokens)
+        ends += 0 if corpus.end is None else int(np.count_nonzero(tokens == corpus.end))
+    if corpus.end is None or ends > 0:
+        return corpus
+    where = "" if looked == len(corpus.tokens) else f"the {looked:,} tokens that were looked at of "
+    return dataclasses.replace(
+        corpus,
+        warning=f"--end-token {corpus.end} does not occur in {where}{corpus.source}: all of it counts as one document. "
+        f"Is it another token that ends documents there?",
+    )
 
 
 def _tokens(path: pathlib.Path, tokenizer: pathlib.Path | None, end: int | None, vocabulary: int) -> Corpus:
@@ -138,6 +159,9 @@ def _tokens(path: pathlib.Path, tokenizer: pathlib.Path | None, end: int | None,
             tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         except (ValueError, EOFError, OSError) as error:
             raise UsageError(f"{path} is not a NumPy file of numbers ({error}). Write it with numpy.save.") from error
+        if not isinstance(tokens, np.ndarray):
+            tokens.close()
+            raise UsageError(f"{path} holds several arrays, as numpy.savez writes them. Write one with numpy.save.")
         if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
             raise UsageError(
                 f"{path} must hold whole numbers in one dimension; got {tokens.dtype} of shape {tokens.shape}. "
@@ -206,10 +230,13 @@ def _files(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _read(path: pathlib.Path) -> bytes:
+    """The text of a file, in UTF-8."""
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}.") from error
+    check_text(path, content)
+    return content
 
 
 def _encode_bytes(path: pathlib.Path) -> np.ndarray:
@@ -224,37 +251,6 @@ def _tokenizer(path: pathlib.Path) -> tuple[Any, int, int]:
         raise UsageError(f"{path} has none of the tokens that end a text: {', '.join(ENDS)}. Add one of them.")
 
     def encode(file: pathlib.Path) -> np.ndarray:
-        try:
-            text = _read(file).decode()
-        except UnicodeDecodeError as error:
-            raise UsageError(f"{file} is not UTF-8 text ({error}). Convert it, or keep it out of --data.") from error
-        return np.array(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        return np.array(tokenizer.encode(_read(file).decode(), add_special_tokens=False).ids, np.int64)
 
     return encode, end, tokens_of(tokenizer)
-
-
-def open_tokenizer(path: pathlib.Path) -> Any:
-    """The tokenizer of a Hugging Face tokenizer.json."""
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise UsageError("--tokenizer needs the package tokenizers: pip install striped-attention[train].") from error
-    if not path.is_file():
-        raise UsageError(f"--tokenizer {path} is not a file. Give a Hugging Face tokenizer.json.")
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise UsageError(f"{path} is not a Hugging Face tokenizer.json: {error}.") from error
-    tokenizer.no_truncation()  # what suits short texts does not suit long ones
-    tokenizer.no_padding()
-    return tokenizer
-
-
-def end_token(tokenizer: Any) -> int | None:
-    """The token that ends a text, by its name."""
-    return next((token for token in map(tokenizer.token_to_id, ENDS) if token is not None), None)
-
-
-def tokens_of(tokenizer: Any) -> int:
-    """The vocabulary that a tokenizer needs."""
-    return max(tokenizer.get_vocab().values()) + 1

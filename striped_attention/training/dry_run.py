@@ -3,7 +3,7 @@
 import rich.console
 import rich.table
 
-from striped_attention.cost import Cost, estimate, gigabytes
+from striped_attention.planning.cost import Cost, estimate, gigabytes
 from striped_attention.training.config import TrainConfig
 
 

@@ -5,6 +5,7 @@ and --process-id. --local-processes starts a small one on this machine and watch
 stop within a minute: the watching parent ends them, and on a cluster JAX's heartbeats do.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import multiprocessing
@@ -16,12 +17,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 
-from striped_attention.training.errors import UsageError
+from striped_attention.errors import UsageError
 
 HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead
 GRACE = 10  # seconds that a process has to leave by itself after another one died
@@ -87,10 +88,22 @@ def _on_cloud_tpu() -> bool:
 
 def start_local(config: Any, run: Callable[[Any], int]) -> int:
     """Run the same command in several processes of this machine; the exit code of the first that failed, or 0."""
+    with reserved_port() as port:
+        return _start_local(config, run, f"127.0.0.1:{port}")
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port that nobody else gets meanwhile: a socket holds it, and process 0's coordinator, which shares ports as all
+    of gRPC does, listens beside it. The socket itself does not listen, so every connection is the coordinator's."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
+def _start_local(config: Any, run: Callable[[Any], int], address: str) -> int:
     count = config.local_processes or 1
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
     context = multiprocessing.get_context("spawn")
     cores = _share_cores(count)
     processes = []

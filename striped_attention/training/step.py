@@ -16,10 +16,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import striped_attention as sa
-from striped_attention.mask import Mask
-from striped_attention.model import Compute, ModelConfig, init, token_losses
-from striped_attention.parallel import AXES
-from striped_attention.schedule import GPU_OPTIONS
+from striped_attention.core.mask import Mask
+from striped_attention.models.llama import Compute, ModelConfig, init, token_losses
+from striped_attention.models.stages import AXES
+from striped_attention.runtime.compiler import compiler_options
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.data import Batch
 
@@ -148,7 +148,7 @@ class Program:
     @functools.cached_property
     def compiled(self) -> Any:
         """The step, compiled now."""
-        options = GPU_OPTIONS if self.platform == "gpu" else None
+        options = compiler_options(self.platform)
         return self.step.lower(self.state, self.inputs).compile(compiler_options=options)
 
     def _step(self, state: State, inputs: Inputs) -> tuple[State, dict[str, Any]]:

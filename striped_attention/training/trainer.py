@@ -3,29 +3,24 @@
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
 import math
 import os
-import pathlib
-import platform
 import signal
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 
-from striped_attention._version import __version__
-from striped_attention.attention import choose_kernel
-from striped_attention.cost import attention_flops, estimate, gigabytes, matrix_flops
-from striped_attention.hardware import peak_flops
-from striped_attention.mesh import make_mesh
-from striped_attention.parallel import AXES, check_devices, parse_mesh
-from striped_attention.training import data
-from striped_attention.training.checkpoint import Checkpoints, Place, write_whole
+from striped_attention.errors import Diverged, UsageError
+from striped_attention.kernels import choice
+from striped_attention.models.stages import AXES, check_devices, parse_mesh
+from striped_attention.planning.cost import attention_flops, estimate, gigabytes, matrix_flops
+from striped_attention.runtime.hardware import peak_flops
+from striped_attention.runtime.mesh import make_mesh
+from striped_attention.training import data, folder
+from striped_attention.training.checkpoint import Checkpoints, Place
 from striped_attention.training.config import TrainConfig
-from striped_attention.training.errors import Diverged, UsageError
 from striped_attention.training.step import Inputs, Program, State
 from striped_attention.training.watch import Watch
 
@@ -35,7 +30,7 @@ PROFILED = range(2, 5)  # steps of this run, counted from 0: the first ones warm
 def train(config: TrainConfig) -> State:
     """Train as asked, on all devices there are; the state at the end. Raises UsageError and Diverged.
 
-    What can be refused is refused before anything is written.
+    What can be refused is refused before anything is written, and before minutes of compiling.
     """
     sizes = mesh_sizes(config, jax.device_count())
     corpus = data.load(config.data, config.tokenizer, config.end_token, config.model.vocabulary)
@@ -43,37 +38,45 @@ def train(config: TrainConfig) -> State:
     documents = corpus.end is not None
     kernel = choose(config, sizes, documents, jax.default_backend())
     program = Program(config, make_mesh(sizes), documents=documents)
-    start = _start(config, corpus)
-    _check_folder(config)
-    checkpoints, place = None, start
-    if config.checkpoint_dir is not None and config.resume:
-        checkpoints = Checkpoints(config.checkpoint_dir, config.keep)
-        place = checkpoints.place(like=start)
+    folder.check(config)
     main = jax.process_index() == 0
-    with _Signals() as asked, _room(config, sizes), Watch(place.step, config.steps, quiet=not main) as watch:
-        watch.say(describe(program, corpus, kernel))
-        run = _Run(program, corpus, watch, place)
-        if checkpoints is not None and place.step > 0:
-            state = checkpoints.restore(place.step, program.state)
-        else:
-            state = program.fresh_state()
-        if config.resume:
-            watch.say(f"Going on from step {place.step}.")
-        if config.checkpoint_dir is not None and checkpoints is None:
-            checkpoints = Checkpoints(config.checkpoint_dir, config.keep)
-        if checkpoints is not None and main:
-            checkpoints.clean()
-            _write_record(checkpoints.folder, config, sizes, place)
-            watch.keep(checkpoints.folder)
-        try:
-            state = run.loop(state, checkpoints, asked)
-        except BaseException:
-            if checkpoints is not None:
-                checkpoints.abandon()
-            raise
-    if checkpoints is not None:
-        checkpoints.close()
-    return state
+    with _Signals() as asked, _room(config, sizes), _checkpoints(config) as checkpoints:
+        place, runs = _look(program, corpus, checkpoints)
+        with Watch(place.step, config.steps, quiet=not main) as watch:
+            watch.say(describe(program, corpus, kernel))
+            if corpus.warning is not None:
+                watch.say(f"Warning: {corpus.warning}")
+            state = None
+            if checkpoints is not None and place.step > 0:
+                state = checkpoints.restore(place.step, program.state)
+            run = _Run(program, corpus, watch, place)
+            state = program.fresh_state() if state is None else state
+            if config.resume:
+                watch.say(f"Going on from step {place.step}.")
+            if checkpoints is not None and main:
+                checkpoints.clean()
+                folder.begin(checkpoints.folder, runs, config, sizes, place.step)
+                watch.keep(checkpoints.folder)
+            return run.loop(state, checkpoints, asked)
+
+
+def _checkpoints(config: TrainConfig) -> contextlib.AbstractContextManager[Checkpoints | None]:
+    """The run's checkpoints; None if none are kept."""
+    return (
+        contextlib.nullcontext() if config.checkpoint_dir is None else Checkpoints(config.checkpoint_dir, config.keep)
+    )
+
+
+def _look(program: Program, corpus: data.Corpus, checkpoints: Checkpoints | None) -> tuple[Place, list[Any]]:
+    """Where the run begins, and the record of the runs before it. Raises if its folder has no room or is damaged."""
+    place, runs = _start(program.config, corpus), []
+    if checkpoints is not None and program.config.resume:
+        place = checkpoints.place(like=place)
+        runs = folder.read_record(checkpoints.folder)
+        folder.check_files(checkpoints.folder)
+    if checkpoints is not None and place.step < program.config.steps:
+        checkpoints.check_room(program.state)
+    return place, runs
 
 
 def _start(config: TrainConfig, corpus: data.Corpus) -> Place:
@@ -113,9 +116,8 @@ def choose(config: TrainConfig, sizes: dict[str, int], documents: bool, platform
     """The kernel that the attention of this run takes. Raises if the one that was asked for cannot do it."""
     devices = sizes[AXES.sequence]
     layout = config.make_layout(devices, documents, platform)
-    query, key, what = config.attention(layout, devices, documents, platform)
     try:
-        return choose_kernel(config.kernel, query, key, **what)
+        return choice.choose(config.kernel, config.request(layout, devices, documents, platform)).name
     except NotImplementedError as error:
         raise UsageError(str(error)) from error
 
@@ -145,45 +147,6 @@ def describe(program: Program, corpus: data.Corpus, kernel: str) -> str:
         f"{compute.layout!r} on {program.mesh.size} {kind} device{'s' * (program.mesh.size > 1)} ({axes}), "
         f"{config.dtype}, kernel {kernel}; {corpus.source}, {len(corpus.tokens):,} tokens"
     )
-
-
-def _check_folder(config: TrainConfig) -> None:
-    """Refuse to write over a run, or to resume none. Writes nothing."""
-    folder = config.checkpoint_dir
-    if folder is None:
-        return
-    if config.resume and not folder.is_dir():
-        raise UsageError(f"--resume needs the folder of a run, but --checkpoint-dir {folder} does not exist.")
-    if not config.resume and folder.is_dir() and any(folder.iterdir()):
-        raise UsageError(
-            f"--checkpoint-dir {folder} is not empty. Add --resume to go on with the run in it, or choose a new folder."
-        )
-    multihost_utils.sync_global_devices("nobody writes before everybody has looked")
-
-
-def _write_record(folder: pathlib.Path, config: TrainConfig, sizes: dict[str, int], place: Place) -> None:
-    """run.json: the options of this run and of those that it goes on from."""
-    path = folder / "run.json"
-    try:
-        runs = json.loads(path.read_text()) if path.exists() else []
-    except ValueError as error:
-        raise UsageError(f"{path} is damaged ({error}). Move it away and go on with --resume.") from error
-    runs.append(
-        {
-            "from_step": place.step,
-            "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "options": config.record(),
-            "model": dataclasses.asdict(config.model),
-            "mesh": sizes,
-            "processes": jax.process_count(),
-            "device": jax.devices()[0].device_kind,
-            "versions": {"striped_attention": __version__, "jax": jax.__version__, "python": platform.python_version()},
-        }
-    )
-    try:
-        write_whole(path, json.dumps(runs, indent=2) + "\n")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}. Make room or choose another folder.") from error
 
 
 class _Run:

@@ -8,18 +8,16 @@ import contextlib
 import json
 import pathlib
 import platform
-import struct
 import time
 from typing import Any
 
 import rich.console
 import rich.progress
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.proto.summary_pb2 import Summary
-from tensorboardX.record_writer import masked_crc32c
 
+from striped_attention.errors import UsageError
 from striped_attention.training.checkpoint import write_whole
-from striped_attention.training.errors import UsageError
+from striped_attention.training.events import first_event, metrics_event, start_event
+from striped_attention.training.folder import EVENTS, METRICS
 
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 
@@ -57,8 +55,8 @@ class Watch:
         """Keep metrics in this folder from now on."""
         self._folder = folder
         try:
-            self._file = _open_metrics(folder / "metrics.jsonl", self._first)
-            self._tensorboard = _open_tensorboard(folder / "tensorboard", self._first)
+            self._file = _open_metrics(folder / METRICS, self._first)
+            self._tensorboard = _open_tensorboard(folder / EVENTS, self._first)
         except OSError as error:
             raise _cannot_write(folder, error) from error
 
@@ -87,8 +85,7 @@ class Watch:
             self._file.flush()
         if self._tensorboard is not None:
             shown = {name: value for name, value in metrics.items() if name != "step" and value is not None}
-            values = [Summary.Value(tag=name, simple_value=value) for name, value in shown.items()]
-            self._tensorboard.write(_record(step=metrics["step"], summary=Summary(value=values)))
+            self._tensorboard.write(metrics_event(metrics["step"], shown))
             self._tensorboard.flush()
 
 
@@ -107,23 +104,12 @@ def _open_metrics(path: pathlib.Path, first: int) -> Any:
 
 
 def _open_tensorboard(folder: pathlib.Path, first: int) -> Any:
-    """A file of events after which later steps of an earlier run no longer count.
-
-    A plain file: the thread of tensorboardX's own writer dies on a full disk, and the run would wait for it forever.
-    """
+    """A file of events after which later steps of an earlier run no longer count."""
     folder.mkdir(exist_ok=True)
     file = (folder / f"events.out.tfevents.{time.time():.6f}.{platform.node()}").open("wb")
-    file.write(_record(file_version="brain.Event:2"))
-    file.write(_record(step=first + 1, session_log=SessionLog(status=SessionLog.START)))
+    file.write(first_event() + start_event(first + 1))
     file.flush()
     return file
-
-
-def _record(**event: Any) -> bytes:
-    """An event as TensorBoard's files hold it: its length and itself, each with a checksum."""
-    content = Event(wall_time=time.time(), **event).SerializeToString()
-    length = struct.pack("<Q", len(content))
-    return b"".join(part + struct.pack("<I", masked_crc32c(part)) for part in (length, content))
 
 
 def _cannot_write(folder: pathlib.Path | None, error: OSError) -> UsageError:

@@ -1,0 +1,221 @@
+"""The suite `step`: a whole training step of one member of a ring of GPUs, measured on one (see `mock.py` how).
+
+The step is that of `striped train`, optimiser included, on sequences without documents and in bfloat16. Rows are the
+last member, which has the most to do where tokens are contiguous, with each layout; with stripes also the first member;
+and the step *without attention*, so that the difference is what attention takes. Memory and transfers are those of the
+real program, which takes as long as the timed one and whatever transfers take that are not hidden: `hidden` counts the
+ring's that are, `wire_bytes` is all that a member sends. The check is a step on one GPU, `cudnn` against `xla`; rings
+are what the suite `gpu` checks.
+"""
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from striped_attention.errors import UsageError
+from striped_attention.kernels.choice import choose
+from striped_attention.models.llama import PRESETS
+from striped_attention.models.stages import AXES
+from striped_attention.planning.cost import attention_flops, causal_pairs, estimate, matrix_flops
+from striped_attention.runtime.hardware import peak_flops
+from striped_attention.runtime.schedule import transfers
+from striped_attention.training import data
+from striped_attention.training.config import TrainConfig
+from striped_attention.training.step import Inputs, Program
+from striped_bench.bench import mock
+from striped_bench.bench.run import Options, Progress, Record, Row, grouped, keep, require, seconds, tabulate
+
+SAMPLES = 3
+LONG = 2.0  # seconds of a step of which one sample will do
+TOLERANCE = 2e-2  # of loss and gradient norm, between kernels in bfloat16
+WEIGHT_TOLERANCE = 0.1  # of a weight's gradient: rounding makes 0.01, a wrong mask 0.3 to 0.8, yet of the loss 0.0001
+
+
+def step(options: Options, result: Record) -> Progress:
+    result["configuration"] |= {"batch": 1, "dtype": "bfloat16", "remat": TrainConfig.remat, "kernel": "cudnn"}
+    asked = {name: options[name] for name in ("presets", "members", "lengths")}
+    result["checks"] = list(mock.results(check, **asked))
+    result["gpu"] = result["checks"][0]["gpu"]
+    result["steps"] = []
+    yield f"answers checked: a step on one GPU, cudnn against xla, {result['checks'][0]['worst']:.1e}"
+    for preset, length, members in itertools.product(options["presets"], options["lengths"], options["members"]):
+        case = {"preset": preset, "length": length, "members": members, "chunk": options["chunk"]}
+        for row in keep(result["steps"], mock.results(measure, members, **case)):
+            result["summary"] = list(summary(result["steps"]))
+            yield row
+    ring = ("preset", "length", "members", "layout")
+    rates = ("seconds", "tokens_per_second_per_gpu", "mfu", "attention_share", "outside_attention_seconds")
+    others = ("over_contiguous", "step_bound", "fits", "needed_bytes", "hidden", "transfers")
+    yield tabulate(result["summary"], *ring, *rates, *others)
+
+
+class Case(NamedTuple):
+    """A model, a sequence and a ring; `devices` are those of the ring, not all of which need to exist."""
+
+    preset: str
+    length: int
+    members: int
+    chunk: int
+    kernel: str
+    devices: list[Any]
+
+    def program(self, layout: str, rank: int, attend: Any = None) -> Program:
+        """The training step with the first device as the member `rank`."""
+        options: dict[str, Any] = dict(preset=self.preset, sequence_length=self.length, layout=layout)
+        config = TrainConfig(**options, chunk=self.chunk, kernel=self.kernel)
+        mesh = Mesh(np.roll(np.array(self.devices), rank).reshape(1, self.members), AXES.everything)
+        return Program(config, mesh, attend, documents=False)
+
+    def rates(self, taken: float, attention: bool) -> dict[str, float | None]:
+        """What a member does a second, and how much of that is useful work, against its device's best."""
+        model = PRESETS[self.preset]
+        flops = matrix_flops(model, self.length)
+        if attention:
+            flops += attention_flops(model, causal_pairs(self.length))
+        peak = peak_flops(self.devices[0].device_kind)
+        mfu = None if peak is None else flops / self.members / taken / peak
+        return {"tokens_per_second_per_gpu": self.length / self.members / taken, "mfu": mfu}
+
+
+def without_attention(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    """In place of attention: no work, but gradients for q, k and v, which differ, else the compiler would save one."""
+    return q + jnp.repeat(k / 2 + v / 4, q.shape[2] // k.shape[2], axis=2)
+
+
+def measure(preset: str, length: int, members: int, chunk: int) -> Iterator[Row]:
+    """The rows of a ring of GPUs."""
+    case = Case(preset, length, members, chunk, "cudnn", jax.devices())
+    return measure_case(case, mock.gpu()["memory_for_jax"])
+
+
+def measure_case(case: Case, limit: int | None = None) -> Iterator[Row]:
+    """Rows, in the order of how much they are worth if there is no time for all. `limit` is a device's memory."""
+    last = case.members - 1
+    parts = [("contiguous", last, True), ("striped", last, True), ("striped", last, False), ("striped", 0, True)]
+    real: dict[str, dict[str, Any]] = {}
+    fresh: dict[int, Any] = {}
+    for layout, rank, attention in parts:
+        program = case.program(layout, rank, None if attention else without_attention)
+        row: dict[str, Any] = {"preset": case.preset, "length": case.length, "members": case.members}
+        row |= {"layout": repr(program.compute.layout), "rank": rank, "attention": attention}
+        found = None
+        try:
+            if layout not in real:
+                real[layout] = _real(case.program(layout, rank))
+            if limit is None or real[layout]["needed_bytes"] <= limit:
+                fresh[rank] = fresh.get(rank) or _fresh(program)
+                found = timed(program, fresh[rank])
+                found |= case.rates(found["seconds"], attention) | (real[layout] if attention else {})
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+        needed = real.get(layout, {}).get("needed_bytes")
+        yield row | ({"fits": False, "needed_bytes": needed} if found is None else {"fits": True, **found})
+
+
+def _real(program: Program) -> dict[str, Any]:
+    """What the program says that is not timed: the memory it needs, and its transfers around the ring."""
+    compiled = program.compiled
+    memory = compiled.memory_analysis()
+    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    sent = transfers(str(compiled.as_text()))
+    mesh = {str(axis): size for axis, size in program.mesh.shape.items()}
+    return {
+        "needed_bytes": kept + memory.temp_size_in_bytes,
+        **{"transfers": len(sent), "hidden": sum(transfer.hidden for transfer in sent)},
+        "wire_bytes": estimate(program.config, mesh).wire,
+    }
+
+
+def _fresh(program: Program) -> Callable[[], Any]:
+    """What makes the state before the first step. Compiled once: JAX forgets what it compiled for stand-ins."""
+    key = jax.random.key(program.config.seed)
+    make = program.fresh.lower(key).compile()
+    return lambda: make(key)
+
+
+def timed(program: Program, fresh: Callable[[], Any]) -> dict[str, Any]:
+    """A step with stand-ins, from a fresh state: its seconds, and the most memory that this process has used so far."""
+    begun = time.perf_counter()
+    with mock.all_at_home():
+        compiled = program.compiled
+    compiling = time.perf_counter() - begun
+    inputs = _inputs(program)
+    times = sample(lambda: seconds(compiled, jax.block_until_ready(fresh()), inputs))
+    memory = jax.local_devices()[0].memory_stats() or {}
+    return {**times, "compile_seconds": compiling, "process_peak_bytes": memory.get("peak_bytes_in_use")}
+
+
+def sample(once: Callable[[], float]) -> dict[str, Any]:
+    """The median of some samples after one to warm up, or only one sample if it is long."""
+    warm_up, *samples = once(), once()
+    if samples[0] < LONG:
+        samples += [once() for _ in range(SAMPLES - 1)]
+    return {"seconds": statistics.median(samples), "samples": samples, "warm_up_seconds": warm_up}
+
+
+def _inputs(program: Program) -> Inputs:
+    """Random tokens: a step takes as long with them as with any others."""
+    config = program.config
+    tokens = np.random.default_rng(0).integers(0, config.model.vocabulary, config.sequence_length + 1, np.int32)
+    corpus = data.Corpus(tokens, None, config.model.vocabulary, "random tokens")
+    return program.place(data.read(corpus, 0, program.rows, config.sequence_length, config.seed))
+
+
+def summary(rows: list[Row]) -> Iterator[Row]:
+    """The busiest member of every ring and layout. `bound` is what striping can be worth, `step_bound` in this step."""
+    for (_, _, members), ring in grouped(rows, "preset", "length", "members").items():
+        outside = next((row["seconds"] for row in ring if row["fits"] and not row["attention"]), None)
+        layouts = grouped((row for row in ring if row["attention"]), "layout")
+        busiest = {name: max(ranks, key=lambda row: row.get("seconds", math.inf)) for (name,), ranks in layouts.items()}
+        contiguous, bound = busiest.get("contiguous()", {}).get("seconds"), 2 - 1 / members
+        least = contiguous and outside and outside + (contiguous - outside) / bound
+        for row in busiest.values():
+            line = {name: value for name, value in row.items() if name not in ("attention", "samples")}
+            if row["fits"]:
+                line["over_contiguous"] = contiguous and contiguous / row["seconds"]
+                line["outside_attention_seconds"] = outside
+                line["attention_share"] = outside and 1 - outside / row["seconds"]
+                line["step_bound"] = least and contiguous / least
+            yield {**line, "bound": bound}
+
+
+def check(presets: list[str], members: list[int], lengths: list[int]) -> Iterator[Row]:
+    """The kernel can do all that will be asked, and gives right answers on one GPU."""
+    for preset, count, length in itertools.product(presets, members, lengths):
+        config = TrainConfig(preset=preset, sequence_length=length, layout="contiguous")  # type: ignore[arg-type]
+        layout = config.make_layout(count, False, jax.default_backend())
+        try:
+            choose("cudnn", config.request(layout, count, False, jax.default_backend()))
+        except NotImplementedError as error:
+            raise UsageError(f"--presets {preset}: {error}") from error
+    yield {**compare(answers("cudnn"), answers("xla")), "gpu": mock.gpu()}
+
+
+def answers(kernel: str) -> dict[str, Any]:
+    """Of one step of a small model on one device: loss, norm of the gradient, and gradients up to a factor."""
+    config = TrainConfig(preset="debug", dim=256, heads=4, kv_heads=2, sequence_length=1024, kernel=kernel)
+    program = Program(config, Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), AXES.everything), documents=False)
+    state, metrics = program.compiled(program.fresh_state(), _inputs(program))
+    moments = optax.tree.get(state.optimiser, "mu")  # AdamW's first is a tenth of the clipped gradient
+    named = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(moments)}
+    return {name: float(metrics[name]) for name in ("loss", "gradient_norm")} | {"gradients": named}
+
+
+def compare(found: dict[str, Any], truth: dict[str, Any]) -> dict[str, Any]:
+    """How far two answers are from each other; raises if it is more than rounding."""
+    apart = {name: abs(found[name] / truth[name] - 1) for name in ("loss", "gradient_norm")}
+    for name, x in truth["gradients"].items():
+        apart[name] = float(np.linalg.norm(found["gradients"][name] - x) / np.linalg.norm(x))
+    for name, difference in apart.items():
+        require(f"{name} of a step, cudnn against xla,", difference, TOLERANCE if name in truth else WEIGHT_TOLERANCE)
+    return {"loss": found["loss"], "worst": max(apart.values()), "apart": apart}

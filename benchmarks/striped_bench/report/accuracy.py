@@ -1,0 +1,65 @@
+"""Accuracy: the largest errors that the checks of all benchmarks have seen."""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+from striped_bench.report import figures
+from striped_bench.report.figures import Number
+from striped_bench.report.read import Document, of
+from striped_bench.report.section import Finding, some
+from striped_bench.report.text import plain
+
+_PRINTED = re.compile(r"(\d+) members, (\S+): error of a ring \(of one GPU\): (.*)")
+_ERROR = re.compile(r"\w+ (\S+) \((\S+)\)")
+Row = tuple[str, Number, Number | None]  # what was checked, the error, and what it must stay below
+
+
+def accuracy(documents: Sequence[Document]) -> Finding:
+    rows: dict[str, Row] = {}
+    sources = []
+    for benchmark, make in _MAKERS.items():
+        for document in of(documents, benchmark):
+            made = list(make(document))
+            sources += [document] if made else []
+            for row in made:
+                rows[row[0]] = max(
+                    row, rows.get(row[0], row), key=lambda row: row[1] / (row[2] or 1)
+                )  # nearest its limit
+    shown = some(rows.values())
+    finding = f"The largest error of any check is {max(value for _, value, _ in shown):.0e}"
+    if exact := [value for label, value, _ in shown if "attention" in label and "float32" in label]:
+        finding = f"In float32 attention over devices is exact to {max(exact):.1e}, whatever the layout"
+    return Finding({"finding": finding}, sources, lambda: figures.dots(shown, "relative error (logarithmic)"))
+
+
+def _rows(where: str, what: str, error: str) -> Callable[[Document], Iterable[Row]]:
+    """Rows that have a layout and one error, without a limit."""
+    return lambda found: [(what.format(**row) + plain(row["layout"]), row[error], None) for row in found.rows(where)]
+
+
+def _float32(document: Document) -> Iterable[Row]:
+    """Short texts are checked as a whole, of long ones some rows, and these less strictly."""
+    for row in document.rows("checks"):
+        if row["errors"]:
+            what = "attention" if row.get("check", "whole") == "whole" else "attention on long texts"
+            yield f"{what}, float32, {plain(row['layout'])}", max(row["errors"].values()), row["tolerance"]
+
+
+def _against_one_gpu(document: Document) -> Iterable[Row]:
+    """What the tests printed: the errors of a ring and, in brackets, of one GPU, of which a ring may have twice."""
+    for test in document.rows("tests"):
+        for found in filter(None, map(_PRINTED.match, test["printed"])):
+            errors = [(float(ring), float(one)) for ring, one in _ERROR.findall(found[3])]
+            ring, one = max(errors, key=lambda pair: pair[0] / pair[1])
+            yield f"bfloat16, limit: twice one GPU's, {plain(found[2])}", ring, 2 * one
+
+
+# Benchmark: the rows that its result has. The suite `positions` is gone, its work is tests/test_positions.py's; what it
+# recorded is still drawn.
+_MAKERS = {
+    "train_control": _rows("runs", "losses of a training run, float32, ", "largest_difference"),
+    "cpu_balance": _float32,
+    "gpu": _rows("checks", "attention, bfloat16 on GPU, ", "worst"),
+    "tests": _against_one_gpu,
+    "positions": _rows("rows", "positions: {positions}, float32, ", "error"),
+}

@@ -1,0 +1,99 @@
+"""Balance: which device works at which step, measured where a result has it, else counted by the planner."""
+
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+import striped_attention as sa
+from striped_attention.core.mask import Mask, packed
+from striped_bench.report import figures
+from striped_bench.report.read import Document, of
+from striped_bench.report.section import Finding
+from striped_bench.report.text import plain, tokens
+
+DEVICES, LENGTH = 8, 65_536  # of what is counted where no result has it
+Maps = dict[str, np.ndarray]
+Lines = dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+def work(documents: Sequence[Document]) -> Finding:
+    """Heat maps, device × step, for every layout side by side."""
+    measured, sources = _measured(documents)
+    counted, plans = _planned(documents)
+    rows = [*measured, *(counted or _counted())]
+    paths = figures.over_ideal(rows[0][1])
+    best = min(paths, key=lambda name: paths[name])
+    base = f"contiguous takes {paths['contiguous']:.2f} times the ideal" if "contiguous" in paths else "at best"
+    how = "Rows that say measured are seconds; the others are counted tiles of work." if measured else "Counted work."
+    numbers = {"finding": f"{base}, {best} {paths[best]:.2f}", "how": how}
+    return Finding(numbers, (*sources, *plans), lambda: figures.heat_maps(rows, "of this row"))
+
+
+def _measured(documents: Sequence[Document]) -> tuple[list[tuple[str, Maps]], list[Document]]:
+    """Seconds of each device and step, from the last `layouts` result: its most devices, its longest text."""
+    found = [document for document in of(documents, "layouts") if document.rows("critical_path.rows")][-1:]
+    if not found:
+        return [], []
+    rows = found[0].rows("critical_path.rows")
+    devices, length = max((row["devices"], row["length"]) for row in rows)
+    chosen = [row for row in rows if (row["devices"], row["length"]) == (devices, length)]
+    maps = {plain(row["layout"]): np.asarray(row["seconds"], float) for row in chosen}
+    return [(f"measured, causal, {tokens(length)}", maps)], found
+
+
+def _planned(documents: Sequence[Document]) -> tuple[list[tuple[str, Maps]], list[Document]]:
+    """Counted work in plans, the last of each mask."""
+    rows, sources = {}, {}
+    for document in of(documents, "plan"):
+        choices = [choice for choice in document.rows("choices") if choice["tiles"] is not None]
+        mask = f"counted, {document.content['configuration'].get('mask')}"
+        if choices:
+            # Tiles by their size: kernels differ in it.
+            sizes = [math.prod(choice.get("rates", {}).get("tile", (1,))) for choice in choices]
+            works = [np.asarray(choice["tiles"], float) * size for choice, size in zip(choices, sizes, strict=True)]
+            maps = {plain(choice["layout"]): work for choice, work in zip(choices, works, strict=True)}
+            rows[mask], sources[mask] = dict(sorted(maps.items())), document
+    return list(rows.items()), list(sources.values())
+
+
+@functools.cache
+def _counted() -> list[tuple[str, Maps]]:
+    masks: dict[str, Mask] = {"causal": sa.causal(), "packed documents": packed(LENGTH)}
+    layouts = [sa.contiguous(), sa.striped(), sa.striped(256), sa.zigzag()]
+    found = []
+    for name, mask in masks.items():
+        plan = sa.plan(DEVICES, LENGTH, mask=mask, hardware="cpu", model="1b", layouts=layouts)
+        tiles = {choice.layout: choice.tiles for choice in plan.choices}
+        found.append((f"counted, {name}", {plain(repr(x)): tiles[x].astype(float) for x in layouts}))
+    return found
+
+
+def timeline(documents: Sequence[Document]) -> Finding:
+    """When each device computes and when it waits, for contiguous and the best other layout."""
+    plans = [d for d in of(documents, "plan") if all(choice["timelines"] for choice in d.rows("choices"))][-1:]
+    lines, where = _recorded(plans[0]) if plans else _worked_out()
+    base, *others = (float((begin + lasts).max()) for begin, lasts in lines.values())
+    finding = "Contiguous is the best layout here"
+    if others:
+        finding = f"Without waiting, the forward pass ends {base / others[0]:.2f} times as soon"
+    return Finding({"finding": finding, "where": where}, plans, lambda: figures.timelines(lines))
+
+
+def _recorded(document: Document) -> tuple[Lines, str]:
+    choices, options = document.rows("choices"), document.content["configuration"]  # the fastest first
+    base = next(choice for choice in choices if plain(choice["layout"]) == "contiguous")
+    shown = [base] + [choice for choice in choices[:1] if choice is not base]
+    forward = {plain(choice["layout"]): choice["timelines"][0] for choice in shown}
+    where = f"{options.get('tokens', 0):,} tokens ({options.get('mask')}) on {document.hardware.split('for ')[-1]}"
+    return {name: (np.asarray(one["begin"]), np.asarray(one["work"])) for name, one in forward.items()}, where
+
+
+@functools.cache
+def _worked_out() -> tuple[Lines, str]:
+    plan = sa.plan(DEVICES, 4 * LENGTH, hardware="h200", model="1b", layouts=[sa.striped()])
+    best = next(choice for choice in plan.choices if choice.layout == sa.striped())
+    forward = {plain(repr(choice.layout)): choice.timelines()[0] for choice in (plan.baseline, best)}
+    where = f"{4 * LENGTH:,} tokens (causal) on {DEVICES} × h200"
+    return {name: (line.begin, line.work) for name, line in forward.items()}, where

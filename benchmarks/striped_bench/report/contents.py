@@ -1,0 +1,36 @@
+"""Contents: which figures a report has; their order, and the commands that make their results, are in words.toml."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from striped_bench.report import accuracy, balance, cost, speed
+from striped_bench.report.read import Document
+from striped_bench.report.section import WORDS, Finding, NoData, Section, make_section
+
+_MAKERS: dict[str, Callable[[Sequence[Document]], Finding]] = {
+    **{"work": balance.work, "timeline": balance.timeline, "speedup-gpu": speed.gpus, "speedup-cpu": speed.cpus},
+    **{"kernels": cost.kernels, "steps": cost.steps, "overhead": cost.overhead, "scaling": speed.scaling},
+    **{"throughput": cost.throughput, "tiles": speed.tiles, "masks": functools.partial(speed.masks, platform="cpu")},
+    **{"masks_gpu": functools.partial(speed.masks, platform="gpu"), "decode": cost.traffic, "memory": cost.memory},
+    **{"accuracy": accuracy.accuracy, "peers": cost.peers},
+}
+
+
+class Contents(NamedTuple):
+    """A report before it is drawn; `missing` has what it does not show, and the command for that."""
+
+    sections: tuple[Section, ...]
+    missing: tuple[tuple[str, str], ...]
+    documents: tuple[Document, ...]
+
+
+def gather(documents: Sequence[Document]) -> Contents:
+    """Every section that these documents have data for."""
+    sections, missing = [], []
+    for name, words in ((name, words) for name, words in WORDS.items() if name != "shared"):
+        try:
+            sections.append(make_section(name, _MAKERS[name](documents)))
+        except NoData:
+            missing.append((words["what"], words["command"]))
+    return Contents(tuple(sections), tuple(missing), tuple(documents))

@@ -1,0 +1,24 @@
+"""Page: a report as one HTML file that loads nothing. Figures are inside it, light or dark as the reader's system."""
+
+import jinja2
+from markupsafe import Markup
+
+from striped_attention._version import __version__
+from striped_bench.report.contents import Contents
+from striped_bench.report.read import KNOWN
+from striped_bench.report.style import css_variables, drawing, svg
+
+
+def render(contents: Contents) -> str:
+    """The whole page. What comes from result files is escaped; the drawings and their colours are our own."""
+    loader = jinja2.PackageLoader("striped_bench.report", ".")
+    page = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    with drawing():
+        drawn = {section.name: Markup(svg(section.draw(), section.name)) for section in contents.sections}
+    known = {d.path: "" if d.benchmark in KNOWN else "not drawn" for d in contents.documents}
+    files = [
+        (d.path.name, d.benchmark.split(",")[0], d.hardware, d.commit, d.date, known[d.path])
+        for d in contents.documents
+    ]
+    ours = {"drawn": drawn, "colours": Markup(css_variables()), "version": __version__}
+    return page.get_template("page.html").render(contents=contents, files=files, **ours)

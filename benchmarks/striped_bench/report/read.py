@@ -1,0 +1,113 @@
+"""Read: result files, checked before anything is drawn from them.
+
+A result is one JSON object that says which benchmark wrote it, when, with which versions and which commit. What figures
+need of it is in results.toml.
+"""
+
+import functools
+import importlib.resources
+import json
+import pathlib
+import tomllib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from striped_attention._version import __version__
+from striped_attention.errors import UsageError
+
+_FIELDS = ("benchmark", "started", "versions", "git", "configuration")
+KNOWN = tomllib.loads((importlib.resources.files("striped_bench.report") / "results.toml").read_text())
+
+
+class Document(NamedTuple):
+    """One result file."""
+
+    path: pathlib.Path
+    content: dict[str, Any]
+
+    @property
+    def benchmark(self) -> str:
+        return self.content["benchmark"]
+
+    @property
+    def hardware(self) -> str:
+        """What it was measured on, in a few words."""
+        known, options = self.content.get("hardware") or {}, self.content["configuration"]
+        if self.benchmark == "plan":
+            return f"counted for {options.get('devices')} × {known.get('name')}"
+        if self.benchmark == "tests" and options.get("devices"):
+            return ", ".join(dict.fromkeys(options["devices"]))
+        gpu = self.content.get("gpu", {}).get("name") or known.get("gpu")
+        cpu = f"{known['cpu']}, {known['cores_usable']} cores" if {"cpu", "cores_usable"} <= set(known) else None
+        return gpu or cpu or "hardware not recorded"
+
+    @property
+    def commit(self) -> str:
+        """Short, with a word if the source differed from it."""
+        commit = self.content["git"].get("commit")
+        changed = ", changed" if self.content["git"].get("dirty") else ""
+        return "commit unknown" if commit is None else f"commit {commit[:7]}{changed}"
+
+    @property
+    def date(self) -> str:
+        return str(self.content["started"])[:10]
+
+    def rows(self, where: str) -> Any:
+        """What is at `where`, like wall.rows."""
+        return functools.reduce(lambda found, name: found[name], where.split("."), self.content)
+
+
+def read(paths: Iterable[pathlib.Path]) -> list[Document]:
+    """Every result in these files and folders, the oldest first; later ones count where two say the same."""
+    files: list[pathlib.Path] = []
+    for path in paths:
+        found = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        if not found:
+            raise UsageError(f"The folder {path} has no .json file. `striped bench` and `striped plan` write some.")
+        files += found
+    documents = [_document(path) for path in dict.fromkeys(files)]
+    return sorted(documents, key=lambda document: str(document.content["started"]))
+
+
+def of(documents: Sequence[Document], *benchmarks: str) -> list[Document]:
+    """Those of some benchmarks."""
+    return [document for document in documents if document.benchmark in benchmarks]
+
+
+def _document(path: pathlib.Path) -> Document:
+    try:
+        document = Document(path, json.loads(path.read_text()))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}. Give a result file or a folder of them.") from error
+    except ValueError as error:
+        raise UsageError(
+            f"{path} is not JSON ({str(error).splitlines()[0]}). Give what `striped bench` wrote."
+        ) from error
+    if (fault := next(_faults(document), None)) is not None:
+        raise UsageError(f"{path} {fault}")
+    return document
+
+
+def _faults(document: Document) -> Iterator[str]:
+    """Why a file cannot be drawn, if it cannot, and what to do."""
+    content = document.content
+    for name in _FIELDS:
+        if not isinstance(content, dict) or name not in content:
+            yield f"is no result of this package: it has no {name!r}. Give what `striped bench` wrote."
+    if not all(isinstance(content[name], dict) for name in _FIELDS[2:]):
+        yield "is no result of this package: its versions, git or configuration are not objects."
+    # A source tree that is not installed has no version; that is let through.
+    version = str(content["versions"].get("striped-attention") or __version__)
+    if version.split(".")[:2] != __version__.split(".")[:2]:
+        yield f"was written by striped-attention {version}, and this is {__version__}. Measure again."
+    for where, names in KNOWN.get(document.benchmark, {}).items():
+        says = f"says it is a result of {document.benchmark!r}, but"
+        try:
+            rows = document.rows(where)
+        except (KeyError, TypeError):
+            yield f"{says} it has no {where!r}. Measure it again."
+        if not isinstance(rows, list | dict) or (names and not all(isinstance(row, dict) for row in rows)):
+            yield f"{says} its {where!r} are not rows. Measure it again."
+        for name in names:
+            if any(name not in row for row in rows):
+                yield f"{says} a row of {where!r} has no {name!r}. Measure it again."

@@ -1,0 +1,261 @@
+"""The command `striped plan`: its options, and how a plan is shown in a terminal and kept as JSON."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import rich.box
+import rich.console
+import rich.table
+
+import striped_attention as sa
+from striped_attention.core.layout import Layout
+from striped_attention.core.mask import Mask, packed
+from striped_attention.errors import UsageError
+from striped_attention.kernels.choice import KERNELS
+from striped_attention.kernels.rates import BACKWARD
+from striped_attention.models.llama import PRESETS
+from striped_attention.options import Path, Texts, Whole, parse_layouts, parse_length
+from striped_attention.planning.cost import gigabytes
+from striped_attention.planning.plan import Choice, Plan
+from striped_attention.planning.timeline import tile_flops
+from striped_attention.runtime.hardware import HARDWARE
+from striped_attention.runtime.record import metadata
+
+_SHADES = " ·░▒▓█"
+LARGEST_PICTURE = 32  # devices and steps, in characters
+WIDTH = 32  # of a timeline, in characters
+MOST_RECORDED = 256  # devices whose tiles go into the JSON
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanConfig:
+    """Say how a long text would train on machines you do not have yet, and which layout to choose.
+
+    Counts the work of every device and step as the kernels would do it, lets transfers run beside it, and compares
+    layouts. Takes seconds, on any computer. For example: striped plan --devices 64 --length 1M --hardware h100
+    """
+
+    devices: int
+    """Devices that one sequence is spread over."""
+    length: str
+    """Tokens of a sequence: a number, or like 256k (× 1024) or 1M (× 1024²)."""
+    mask: Literal["causal", "documents", "window", "prefix", "full"] = "causal"
+    """Which keys a token sees; documents: packed ones, of random lengths."""
+    window: Whole = None
+    """For --mask window: keys that a token sees. Default: 4096."""
+    prefix: Whole = None
+    """For --mask prefix: tokens that all see. Default: a third of the text."""
+    document_length: Whole = None
+    """For --mask documents: the median, of a log-normal distribution. Default: 1800."""
+    hardware: str = "h100"
+    """a100, h100, h200, b200, v4, v5e, v5p, v6e (TPUs), or cpu."""
+    preset: str = "llama3-8b"
+    """Shape of the model: 1b, 3b, 7b, llama3-8b or debug, as in `striped train`."""
+    batch: int = 1
+    """Sequences a step."""
+    layouts: Texts = None
+    """What to compare, like striped(1) striped(128) zigzag. Contiguous always is. Default: striped(1) striped(256)
+    striped(1024) zigzag."""
+    kernel: str = "auto"
+    """xla, cudnn, pallas_tpu, or auto: the fastest that can do what a layout needs."""
+    output: Path = None
+    """Where all of it goes as JSON, for `striped report`. Default: nowhere."""
+
+    def __post_init__(self) -> None:
+        for option, mask in (("window", "window"), ("prefix", "prefix"), ("document_length", "documents")):
+            if getattr(self, option) is not None and self.mask != mask:
+                flag = f"--{option.replace('_', '-')}"
+                raise UsageError(f"{flag} is for --mask {mask}; got --mask {self.mask}. Leave one of them out.")
+        for name, known in (("hardware", HARDWARE), ("preset", PRESETS), ("kernel", ("auto", *KERNELS))):
+            if getattr(self, name) not in known:
+                raise UsageError(f"--{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}.")
+
+    @property
+    def tokens(self) -> int:
+        return parse_length(self.length)
+
+    def make_mask(self) -> Mask:
+        if self.mask == "documents":
+            return packed(self.tokens, 1800 if self.document_length is None else self.document_length)
+        if self.mask == "window":
+            return sa.sliding_window(4096 if self.window is None else self.window)
+        if self.mask == "prefix":
+            return sa.prefix(self.tokens // 3 if self.prefix is None else self.prefix)
+        return sa.causal() if self.mask == "causal" else sa.full()
+
+    def make_layouts(self) -> list[Layout] | None:
+        return None if self.layouts is None else parse_layouts(self.layouts)
+
+
+def run(config: PlanConfig) -> None:
+    """Plan, print, and write the JSON."""
+    try:
+        found = sa.plan(
+            config.devices,
+            config.tokens,
+            mask=config.make_mask(),
+            hardware=config.hardware,
+            model=config.preset,
+            layouts=config.make_layouts(),
+            batch=config.batch,
+            kernel=config.kernel,
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    if found.shortfall is not None:
+        raise UsageError(found.shortfall)
+    if config.output is not None:
+        write(found, config, config.output)
+    width = None if sys.stdout.isatty() else 120
+    console = rich.console.Console(highlight=False, width=width)
+    for part in show(found, config):
+        console.print(part)
+    if config.output is not None:
+        console.print(str(config.output))
+
+
+def show(found: Plan, config: PlanConfig) -> list[Any]:
+    """What a person wants to read of a plan."""
+    setting, best = found.setting, found.best
+    model = setting.model
+    most = (
+        best.tiles.sum(axis=1, dtype=np.int64).max()
+        * tile_flops(best.setting, best.chosen.tile)
+        * (1 + BACKWARD)
+        / 1e12
+    )
+    parts: list[Any] = [
+        f"{setting.sequence_length:,} tokens ({config.mask}) on {setting.devices} × {setting.hardware.name}, "
+        f"{config.preset} ({model.parameters / 1e9:.2f}B parameters, {model.heads}:{model.kv_heads} heads)",
+        _table(found),
+        f"Choose {found.reason}",
+        _pictures(found, "work of device ↓ at step →", _heat),
+        _pictures(found, "computing █ or waiting · over time →, forward", _bars),
+        f"With {best.layout!r} the busiest device computes {most:,.2f} TFLOP for a layer's attention, forward and "
+        f"backward. A hop of keys and values is {gigabytes(best.setting.hop_bytes)}, on a wire of "
+        f"{setting.wire / 1e9:g} GB/s.",
+        f"Memory of a device: {gigabytes(sum(best.memory.values()))}. "
+        + ", ".join(f"{what} {gigabytes(size)}" for what, size in best.memory.items())
+        + ".",
+        *_doubts(found),
+    ]
+    return parts
+
+
+def _doubts(found: Plan) -> list[str]:
+    """What a plan rests on that nobody has measured."""
+    kernels: dict[str, list[str]] = {}
+    for choice in found.choices:
+        kernels.setdefault(f"{choice.kernel} ({choice.chosen.rates.known})", []).append(repr(choice.layout))
+    parts = ["Kernels: " + "; ".join(f"{name}: {', '.join(layouts)}" for name, layouts in kernels.items()) + "."]
+    name = found.setting.hardware.name
+    scaled = "" if name in ("h200", "cpu") else f"nothing was measured on {name}, its figures are scaled; "
+    parts.append(f"Assumed: {scaled}wires run at their full speed, and weights are gathered behind arithmetic.")
+    if not all(choice.exact for choice in found.choices):
+        parts.append("≤: counted row by row of tiles, which may be more than is run; such layouts may be faster.")
+    return parts
+
+
+def _table(found: Plan) -> rich.table.Table:
+    shown = rich.table.Table(
+        *("layout", "busiest / mean", "attention", "speed-up", "step", "tokens/s", "MFU"),
+        box=rich.box.SIMPLE_HEAD,
+        pad_edge=False,
+        caption=f"attention: of one layer; speed-up: its, over {found.baseline.layout!r}, at best {found.bound:.2f}",
+        caption_justify="left",
+    )
+    shown.columns[0].no_wrap = True
+    for choice in found.choices:
+        tiles = ("" if choice.exact else "≤ ") + f"{choice.imbalance:.2f}"
+        shown.add_row(
+            *(repr(choice.layout), tiles, seconds(choice.attention_seconds), f"{found.speedup(choice):.2f}"),
+            *(seconds(choice.step_seconds), f"{choice.tokens_per_second:,.0f}", f"{choice.mfu:.1%}"),
+        )
+    return shown
+
+
+def seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.2f} ms" if value >= 1e-3 else f"{value * 1e6:.0f} µs"
+
+
+def _pictures(found: Plan, what: str, draw: Callable[[Choice], list[str]]) -> str:
+    """A drawing of the baseline and of the best layout, side by side."""
+    shown = [found.baseline] + ([found.best] if found.best is not found.baseline else [])
+    drawn = [[f"{choice.layout!r}", *draw(choice)] for choice in shown]
+    widths = [max(map(len, lines)) + 4 for lines in drawn]
+    rows = [
+        "".join(line.ljust(width) for line, width in zip(row, widths, strict=True)).rstrip()
+        for row in zip(*drawn, strict=True)
+    ]
+    return "\n".join([what, *rows])
+
+
+def _heat(choice: Choice) -> list[str]:
+    """Device × step, as dark as there is work; with many devices a character is the busiest of several."""
+    tiles = choice.tiles
+    edges = np.linspace(0, len(tiles), min(len(tiles), LARGEST_PICTURE) + 1).astype(int)[:-1]
+    pooled = np.maximum.reduceat(np.maximum.reduceat(tiles, edges, axis=0), edges, axis=1)
+    shade = np.ceil(pooled / max(1, tiles.max()) * (len(_SHADES) - 1)).astype(int)
+    return ["".join(_SHADES[value] for value in row) for row in shade] + [f"█ is {tiles.max():,} tiles"]
+
+
+def _bars(choice: Choice) -> list[str]:
+    """When a device computes and when it waits, for some devices from the first to the last."""
+    setting = choice.setting
+    if setting.devices > MOST_RECORDED:
+        return [f"{seconds(choice.forward_seconds)}"]
+    forward, _ = choice.timelines()
+    lines = []
+    for device in np.unique(np.linspace(0, setting.devices - 1, 8).astype(int)):
+        moments = (np.arange(WIDTH) + 0.5) / WIDTH * forward.seconds
+        step = np.searchsorted(forward.begin[device], moments, side="right") - 1
+        busy = moments < forward.begin[device, step] + forward.work[device, step]
+        lines.append("".join("█" if now else "·" for now in busy) + f" {device}")
+    return [*lines, seconds(forward.seconds)]
+
+
+def document(found: Plan, config: PlanConfig) -> dict[str, Any]:
+    """A plan as JSON can keep it."""
+    setting = found.setting
+    options = {k: str(v) if isinstance(v, pathlib.Path) else v for k, v in dataclasses.asdict(config).items()}
+    small = setting.devices <= MOST_RECORDED
+    return {
+        **metadata("plan", {**options, "tokens": setting.sequence_length}),
+        "hardware": dataclasses.asdict(setting.hardware),
+        "model": dataclasses.asdict(setting.model),
+        **{"bound": found.bound, "reason": found.reason},
+        "choices": [
+            {
+                **{"layout": repr(choice.layout), "kernel": choice.kernel, "rates": _rates(choice)},
+                **{"exact": choice.exact, "imbalance": choice.imbalance, "critical_path": choice.critical_path},
+                **{"forward_seconds": choice.forward_seconds, "backward_seconds": choice.backward_seconds},
+                **{"over_contiguous": found.speedup(choice), "waiting": choice.waiting, "hidden": choice.hidden},
+                **{"step_seconds": choice.step_seconds, "tokens_per_second": choice.tokens_per_second},
+                **{"mfu": choice.mfu, "memory": choice.memory, "tiles": choice.tiles.tolist() if small else None},
+                "flops": choice.flops.tolist() if small else None,
+                "timelines": [_record(line) for line in choice.timelines()] if small else None,
+            }
+            for choice in found.choices
+        ],
+    }
+
+
+def _rates(choice: Choice) -> dict[str, Any]:
+    return {"tile": choice.chosen.tile, **dataclasses.asdict(choice.chosen.rates)}
+
+
+def _record(line: Any) -> dict[str, Any]:
+    return {field.name: np.asarray(getattr(line, field.name)).tolist() for field in dataclasses.fields(line)}
+
+
+def write(found: Plan, config: PlanConfig, path: pathlib.Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document(found, config), ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise UsageError(f"--output {path} cannot be written: {error.strerror}.") from error

@@ -1,0 +1,23 @@
+"""The command `striped train`."""
+
+from striped_attention.cli.guard import guard
+from striped_attention.training.config import TrainConfig
+
+
+def run(config: TrainConfig) -> int:
+    """Train; also what each of several local processes runs."""
+    from striped_attention.training import data, dry_run, launch, trainer
+
+    def train() -> int:
+        if config.dry_run:
+            sizes = trainer.mesh_sizes(config, config.cpu_devices)
+            data.check(config.data, config.tokenizer, config.model.vocabulary)
+            dry_run.show(config, sizes)
+            return 0
+        if config.local_processes is not None:
+            return launch.start_local(config, run)
+        launch.connect(config)
+        trainer.train(config)
+        return 0
+
+    return guard(train, config.process_id)

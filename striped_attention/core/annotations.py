@@ -1,0 +1,15 @@
+"""Annotations: types are for readers and type checkers; public functions check their arguments themselves."""
+
+import typing
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+if TYPE_CHECKING:
+
+    def checks_itself(function: Function) -> Function: ...
+
+else:
+    # Public functions say more about a wrong argument than a type checker at run time would.
+    checks_itself = typing.no_type_check

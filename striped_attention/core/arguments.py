@@ -1,0 +1,99 @@
+"""Arguments: what users pass to attention, checked before anything runs. Errors say what came and what to do."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from striped_attention.core.bias import Bias
+from striped_attention.core.layout import check_layout, check_whole
+from striped_attention.core.mask import Mask
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def check_arrays(query: Any, key: Any, value: Any, bias: Any, sinks: Any) -> None:
+    """Raise unless shapes and dtypes fit each other."""
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    if not (query.ndim == key.ndim == value.ndim == 4):
+        raise ValueError(f"query, key and value must be [batch, length, heads, dim]; got {shapes}.")
+    if key.shape != value.shape:
+        raise ValueError(f"key and value must have one shape; got {shapes}.")
+    if query.shape[:2] != key.shape[:2]:
+        raise ValueError(f"query and key must have the same batch and length; got {shapes}.")
+    if query.shape[3] != key.shape[3]:
+        raise ValueError(f"query and key must have the same dim; got {shapes}.")
+    if 0 in query.shape or 0 in key.shape:
+        raise ValueError(f"query, key and value must not be empty; got {shapes}.")
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if heads % kv_heads:
+        raise ValueError(
+            f"The number of query heads must be a multiple of the number of key heads; got {heads} and {kv_heads}."
+        )
+    dtypes = [str(x.dtype) for x in (query, key, value)]
+    if len(set(dtypes)) > 1 or dtypes[0] not in _DTYPES:
+        raise ValueError(
+            f"query, key and value must have one dtype out of {', '.join(_DTYPES)}; got {', '.join(dtypes)}. "
+            f"Cast them with .astype."
+        )
+    if bias is not None and not isinstance(bias, Bias):
+        raise ValueError(f"bias must be made by alibi(…) or relative_bias(…); got {type(bias).__name__}.")
+    if bias is not None and bias.heads != heads:
+        raise ValueError(f"The bias must have one entry per query head, {heads}; got {bias.heads}.")
+    if sinks is not None and (sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
+        raise ValueError(
+            f"sinks must be floating point of shape ({heads},), one a head; got {sinks.dtype}{sinks.shape}."
+        )
+
+
+def check_length(padded_length: int, length: Any, mask: Any, layout: Any, devices: int) -> int:
+    """The number of real tokens."""
+    check_layout(layout)
+    if not isinstance(mask, Mask):
+        raise ValueError(
+            f"mask must be made by causal(), documents(…) and the like; got {type(mask).__name__}. Dense boolean masks "
+            f"do not fit long sequences."
+        )
+    layout.positions(0, padded_length, devices)
+    if length is None and mask.length is not None:
+        fitting = layout.padded_length(mask.length, devices)
+        if fitting != padded_length:
+            raise ValueError(
+                f"The mask was made for a text of {mask.length} tokens (the width of its segment ids), which "
+                f"{layout!r} pads to {fitting} on {devices} devices; the arrays hold {padded_length}. Make the mask "
+                f"from segment ids of the same text, or pass length={mask.length} if the rest is padding."
+            )
+        length = mask.length
+    length = check_whole("length", padded_length if length is None else length)
+    if length > padded_length:
+        raise ValueError(
+            f"length, the number of real tokens, must be between 1 and the arrays' length {padded_length}; "
+            f"got {length}."
+        )
+    mask.check_length(length)
+    return length
+
+
+def check_batch(mask: Mask, batch: int) -> None:
+    for array in (mask.lo, mask.hi):
+        if array is not None and array.shape[0] not in (1, batch):
+            raise ValueError(
+                f"A documents mask needs a row of segment ids for each of the {batch} sequences, or one for all; "
+                f"got {array.shape[0]}."
+            )
+
+
+def check_options(scale: Any, softcap: Any, tile: Any) -> tuple[int, int] | None:
+    """The tile as a pair."""
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is not None and not (isinstance(value, (int, float, np.number)) and math.isfinite(value.real)):
+            raise ValueError(f"{name} must be a plain, finite number, known while tracing; got {value!r}.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"softcap must be positive, or None for no cap; got {softcap!r}.")
+    if tile is None:
+        return None
+    pair = (tile, tile) if isinstance(tile, (int, np.integer)) else tile
+    if not (isinstance(pair, tuple) and len(pair) == 2):
+        raise ValueError(f"tile must be a whole number, or a pair (queries, keys) of them; got {tile!r}.")
+    return check_whole("tile", pair[0]), check_whole("tile", pair[1])

@@ -1,0 +1,251 @@
+"""Mask: which keys a query may see.
+
+A query at position p sees a half-open range of key positions `[lo(p), hi(p))`, and both ends never decrease with p. All
+masks a language model trains with are of that kind, and so are their intersections (`&`):
+
+    full                 [0, T)                       1 1 1 1    causal    1 0 0 0    sliding_window(2)    1 0 0 0
+    causal               [0, p + 1)                   1 1 1 1              1 1 0 0                         1 1 0 0
+    sliding_window(w)    [p - w + 1, p + 1)           1 1 1 1              1 1 1 0                         0 1 1 0
+    prefix(m)            [0, max(p + 1, m))           1 1 1 1              1 1 1 1                         0 0 1 1
+    documents(ids)       [start of p's document, p + 1)
+
+1 means "may attend"; rows are queries, columns keys. So a mask is two numbers (a window, a prefix) and, for packed
+documents, one or two integers per position; no length × length array exists anywhere but in `dense`, for pictures.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from striped_attention.core.annotations import checks_itself
+from striped_attention.core.checks import enabled as checks_enabled
+from striped_attention.core.checks import is_traced, log_unless
+from striped_attention.core.layout import INT32_MAX, Layout, check_whole, namespace
+
+Bounds = Int[Array | np.ndarray, "rows positions"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Mask:
+    """Ranges of visible keys; made by `causal`, `full`, `sliding_window`, `documents`, `prefix`, and `&`.
+
+    A pytree: `lo` and `hi` (batch or 1, length) are its arrays, everything else is static. `window` None means that
+    the past is unlimited, `prefix` None that the future is; causal is a prefix of 0. `length` is set by masks that hold
+    arrays, `placed` (a layout and a number of devices) by `permute`.
+    """
+
+    window: int | None = None
+    prefix: int | None = None
+    lo: Any = None
+    hi: Any = None
+    length: int | None = None
+    placed: tuple[Layout, int] | None = None
+
+    def __repr__(self) -> str:
+        numbers = [f"{name}={getattr(self, name)}" for name in ("window", "prefix") if getattr(self, name) is not None]
+        arrays = [f"documents of length {self.length}"] if self.length else []
+        return f"Mask({', '.join(numbers + arrays)})"
+
+    @property
+    def rows(self) -> int:
+        """Sequences with documents of their own; 1 if all share one mask."""
+        return max((x.shape[0] for x in (self.lo, self.hi) if x is not None), default=1)
+
+    def __and__(self, other: "Mask") -> "Mask":
+        """Keys visible under both masks."""
+        if not isinstance(other, Mask):
+            return NotImplemented
+        if self.length and other.length and (self.length, self.placed) != (other.length, other.placed):
+            raise ValueError(
+                f"Masks joined by & must be made for one length and one layout; got lengths {self.length} and "
+                f"{other.length}, layouts {self.placed} and {other.placed}. Join them before mask.permute."
+            )
+        rows = {x.shape[0] for mask in (self, other) for x in (mask.lo, mask.hi) if x is not None} - {1}
+        if len(rows) > 1:
+            raise ValueError(f"Masks joined by & must be made for one batch; got {sorted(rows)} rows of segment ids.")
+        return Mask(
+            window=_either(min, self.window, other.window),
+            prefix=_either(min, self.prefix, other.prefix),
+            lo=_either(namespace(self.lo, other.lo).maximum, self.lo, other.lo),
+            hi=_either(namespace(self.hi, other.hi).minimum, self.hi, other.hi),
+            length=self.length or other.length,
+            placed=self.placed or other.placed,
+        )
+
+    def bounds(self, positions: Int[Array | np.ndarray, " positions"], length: int) -> tuple[Bounds, Bounds]:
+        """`lo` and `hi` for the queries at `positions` of a text of `length` tokens; rows is the batch, or 1.
+
+        Positions past the text (padding) see nothing: their range is `[length, length)`.
+        """
+        xp = namespace(positions, self.lo, self.hi)
+        p = xp.asarray(positions, dtype=np.int32)[None, :]
+        lo = xp.zeros_like(p) if self.window is None else xp.maximum(p - (self.window - 1), 0)
+        hi = xp.full_like(p, length) if self.prefix is None else xp.minimum(xp.maximum(p + 1, self.prefix), length)
+        lo = lo if self.lo is None else xp.maximum(lo, self.lo)
+        hi = hi if self.hi is None else xp.minimum(hi, self.hi)
+        lo, hi = xp.broadcast_arrays(lo, hi)
+        return xp.where(p < length, lo, length), xp.where(p < length, hi, length)
+
+    def permute(self, layout: Layout, devices: int, slots: int | None = None) -> "Mask":
+        """The mask in layout order, as it enters `shard_map` (sharded like [batch, length]). No-op without arrays.
+
+        `slots` is the length of the arrays that the mask serves, if they were padded to more than `permute` pads to.
+        """
+        if self.length is None:
+            return self
+        if self.placed == (layout, devices):
+            width = next(x.shape[1] for x in (self.lo, self.hi) if x is not None)
+            if slots is not None and slots != width:
+                raise ValueError(
+                    f"This mask was permuted for arrays of {width} slots, but these have {slots}. Permute the mask "
+                    f"that `documents` returned with mask.permute(layout, devices, slots={slots})."
+                )
+            return self
+        if self.placed is not None:
+            raise ValueError(
+                f"This mask is already in the order of {self.placed[0]!r} on {self.placed[1]} devices; asked for "
+                f"{layout!r} on {devices}. Permute the mask that `documents` returned instead."
+            )
+        widths = [(0, 0), (0, (slots or self.length) - self.length)]
+
+        def place(x: Any) -> Any:
+            return layout.permute(namespace(x).pad(x, widths, constant_values=self.length), devices, 1, pad=self.length)
+
+        return dataclasses.replace(jax.tree.map(place, self), placed=(layout, devices))
+
+    def dense(self, length: int) -> Bool[np.ndarray, "*rows length length"]:
+        """The whole picture, True where a query (row) may see a key (column): for docs, tests and small texts."""
+        if self.placed is not None:
+            raise ValueError("dense() draws a mask in text order; this one was permuted. Draw it before mask.permute.")
+        self.check_length(length)
+        lo, hi = (np.asarray(x)[..., None] for x in self.bounds(np.arange(length, dtype=np.int32), length))
+        key = np.arange(length)
+        picture = (lo <= key) & (key < hi)
+        return picture[0] if self.length is None else picture
+
+    def check_length(self, length: int) -> None:
+        """Raise unless this mask can serve a text of `length` tokens."""
+        if self.length is not None and self.length != length:
+            raise ValueError(
+                f"The mask was made for a text of {self.length} tokens (the width of its segment ids), but the text "
+                f"has {length}. Make the mask from segment ids of the same length, or pass length={self.length}."
+            )
+
+
+jax.tree_util.register_dataclass(Mask, data_fields=["lo", "hi"], meta_fields=["window", "prefix", "length", "placed"])
+
+
+def full() -> Mask:
+    """Every query sees every key."""
+    return Mask()
+
+
+def causal() -> Mask:
+    """A query sees itself and everything before it."""
+    return Mask(prefix=0)
+
+
+@checks_itself
+def sliding_window(width: int) -> Mask:
+    """Causal, and at most `width` keys back, the query's own included."""
+    return Mask(window=min(check_whole("The width of a sliding window", width), INT32_MAX), prefix=0)
+
+
+@checks_itself
+def prefix(length: int) -> Mask:
+    """Causal, but the first `length` tokens all see each other (prefix language models)."""
+    return Mask(prefix=min(check_whole("The length of a prefix", length, least=0), INT32_MAX))
+
+
+@checks_itself
+def documents(segment_ids: Int[Array | np.ndarray, "batch length"], causal: bool = True) -> Mask:
+    """Packed documents: a query sees the keys of its own document, and with `causal` only those up to itself.
+
+    `segment_ids` are in sequence order, not permuted, one row per sequence, and equal ids must lie together; nothing
+    needs alignment. Ids that are being traced cannot be looked at: there every run of equal ids counts as a document of
+    its own. With SA_CHECK=1 an id that returns is logged as an error when the program runs, and nobody sees anything.
+    """
+    traced = is_traced(segment_ids)
+    if not traced and getattr(segment_ids, "is_fully_addressable", True):
+        segment_ids = np.asarray(segment_ids)
+    if segment_ids.ndim != 2 or 0 in segment_ids.shape or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise ValueError(
+            f"segment_ids must be whole numbers of shape [batch, length]; got {segment_ids.dtype}{segment_ids.shape}. "
+            f"For one sequence use segment_ids[None, :]."
+        )
+    xp: Any = namespace(segment_ids)
+    lo: Any
+    if xp is jnp and (sharding := jax.typeof(segment_ids).sharding).spec[1] is not None:  # an explicit mesh axis
+        segment_ids = jax.reshard(segment_ids, sharding.update(spec=jax.P(sharding.spec[0], None)))
+    length = segment_ids.shape[1]
+    position = xp.arange(length, dtype=np.int32)[None, :]
+    first = xp.concatenate([xp.ones_like(segment_ids[:, :1], bool), segment_ids[:, 1:] != segment_ids[:, :-1]], axis=1)
+    if isinstance(segment_ids, np.ndarray):
+        _check_runs(segment_ids, first)
+        lo = np.maximum.accumulate(np.where(first, position, 0), axis=1)
+    else:
+        lo = lax.cummax(jnp.where(first, position, 0), axis=1)
+        if checks_enabled():
+            ok = _runs_are_documents(segment_ids, first)
+            log_unless(ok, _explain_runs, segment_ids, first)
+            lo = jnp.where(ok[:, None], lo, length)
+    if causal:
+        return Mask(prefix=0, lo=lo, length=length)
+    hi: Any
+    last = xp.concatenate([first[:, 1:], xp.ones_like(first[:, :1])], axis=1)
+    end = xp.where(last, position + 1, length)
+    if isinstance(end, np.ndarray):
+        hi = np.minimum.accumulate(end[:, ::-1], axis=1)[:, ::-1]
+    else:
+        hi = lax.cummin(end, axis=1, reverse=True)
+    return Mask(lo=lo, hi=hi, length=length)
+
+
+def packed(length: int, median: int = 1800, spread: float = 1.2, seed: int = 0) -> Mask:
+    """Documents as they come: lengths from a log-normal distribution, one after another until the text is full."""
+    if check_whole("length", length) > INT32_MAX:
+        raise ValueError(f"Positions are int32, so a length may be at most {INT32_MAX}; got {length}.")
+    check_whole("median", median)
+    random = np.random.default_rng(seed)
+    lengths: list[np.ndarray] = []
+    while sum(int(x.sum()) for x in lengths) < length:
+        lengths.append(np.maximum(1, random.lognormal(np.log(median), spread, 1 + length // median)).astype(np.int64))
+    ends = np.cumsum(np.concatenate(lengths))
+    starts = np.concatenate([[0], ends[ends < length]]).astype(np.int32)
+    # What `documents` makes of segment ids, without them: a text may have a hundred million tokens.
+    first = np.repeat(starts, np.diff(starts, append=np.int32(length)))
+    return Mask(prefix=0, lo=first[None], length=length)
+
+
+def _runs_are_documents(segment_ids: Array, first: Array) -> Array:
+    """Whether there are as many runs of equal ids as ids, in every row."""
+    ordered = jnp.sort(segment_ids, axis=1)
+    return jnp.sum(first, axis=1) == 1 + jnp.sum(ordered[:, 1:] != ordered[:, :-1], axis=1)
+
+
+def _explain_runs(segment_ids: np.ndarray, first: np.ndarray) -> str:
+    try:
+        _check_runs(np.asarray(segment_ids), np.asarray(first))
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("every id lies in one run")
+
+
+def _check_runs(segment_ids: np.ndarray, first: np.ndarray) -> None:
+    for row, (ids, starts) in enumerate(zip(segment_ids, first, strict=True)):
+        opened, count = np.unique(ids[starts], return_counts=True)
+        if (count > 1).any():
+            again, runs = opened[count > 1][0], count[count > 1][0]
+            raise ValueError(
+                f"Equal segment ids must lie together; in row {row} id {again} appears in {runs} separate runs. "
+                f"Give every document an id of its own, and pass the ids in sequence order, not permuted."
+            )
+
+
+def _either(join: Any, a: Any, b: Any) -> Any:
+    return b if a is None else a if b is None else join(a, b)

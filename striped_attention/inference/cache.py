@@ -1,0 +1,243 @@
+"""Cache: the keys and values of texts so far, dealt to the devices by the layout.
+
+Position p lies on the device and in the slot where the layout puts it among `capacity` positions. So a cache that grows
+token by token stays as balanced as its layout: with `striped(g)` no device ever holds more than g tokens above another.
+Nothing moves when tokens are added: their owners write them down.
+
+Slots are sorted by position, so what a query sees of a device's slots is a range, as in training. A model with a
+sliding window keeps only the window: position p is written over position p - capacity, which no query to come can see.
+A device's slots then are two sorted runs, the newest round and what is left of the one before, so there are two ranges.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from striped_attention.core.annotations import checks_itself
+from striped_attention.core.layout import Layout, check_layout, check_whole
+from striped_attention.runtime.sharding import check_spec, mesh_for, reshard
+
+P = PartitionSpec
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class KVCache:
+    """Keys and values of a batch of texts, of one layer. `KVCache.empty` makes one.
+
+    `key` and `value` are [batch, kv_heads, capacity, dim], the capacity in layout order; `lengths` [batch] counts the
+    tokens of every text so far. Inside `shard_map` the arrays are this device's part, as `specs` says.
+    """
+
+    key: Any
+    value: Any
+    lengths: Any
+    layout: Layout = dataclasses.field(metadata={"static": True})
+    mesh: Mesh = dataclasses.field(metadata={"static": True})
+    spec: PartitionSpec = dataclasses.field(metadata={"static": True})
+    capacity: int = dataclasses.field(metadata={"static": True})
+    window: int | None = dataclasses.field(metadata={"static": True})
+    wraps: bool = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    @checks_itself
+    def shapes(
+        cls,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        dim: int,
+        *,
+        layout: Layout,
+        mesh: Mesh,
+        axis_name: str,
+        spec: PartitionSpec | None = None,
+        window: int | None = None,
+        new: int = 1,
+        dtype: DTypeLike = jnp.bfloat16,
+    ) -> "KVCache":
+        """A cache of `jax.ShapeDtypeStruct`: the shape, dtype and sharding of every array, and none of them.
+
+        The arguments are those of `empty`.
+        """
+        sizes = {"batch": batch, "capacity": capacity, "kv_heads": kv_heads, "dim": dim, "new": new}
+        batch, capacity, kv_heads, dim, new = (check_whole(name, size) for name, size in sizes.items())
+        check_layout(layout)
+        if not isinstance(mesh, Mesh) or axis_name not in mesh.axis_names:
+            raise ValueError(f"A cache needs a jax.sharding.Mesh with the axis {axis_name!r}; got {mesh!r}.")
+        mesh = mesh_for(mesh)
+        spec = P(*((None, axis_name, None, None) if spec is None else spec))
+        check_spec(spec, axis_name, mesh, batch, kv_heads)
+        kept = capacity if window is None else min(capacity, check_whole("window", window) + new - 1)
+        room = layout.padded_length(kept, mesh.shape[axis_name])
+        array = lambda dtype, spec, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
+        entry = array(jnp.dtype(dtype), _heads_first(spec), batch, kv_heads, room, dim)
+        return cls(entry, entry, array(jnp.int32, P(spec[0]), batch), layout, mesh, spec, room, window, kept < capacity)
+
+    @classmethod
+    @checks_itself
+    def empty(
+        cls,
+        batch: int,
+        capacity: int,
+        kv_heads: int,
+        dim: int,
+        *,
+        layout: Layout,
+        mesh: Mesh,
+        axis_name: str,
+        spec: PartitionSpec | None = None,
+        window: int | None = None,
+        new: int = 1,
+        dtype: DTypeLike = jnp.bfloat16,
+    ) -> "KVCache":
+        """A cache of sequences that have no token yet.
+
+        Args:
+          capacity: the tokens that a sequence may have; rounded up to what the layout can share out.
+          layout, axis_name, mesh: as for `attention`.
+          spec: as for `attention`, how [batch, length, kv_heads, dim] are sharded.
+          window: how many tokens a query sees, itself included. If that is less than the capacity, sequences may have
+            any length, and slots are kept for the window and for `new` tokens, as many as are appended before they
+            attend.
+        """
+        where: dict[str, Any] = dict(layout=layout, mesh=mesh, axis_name=axis_name, spec=spec)
+        shapes = cls.shapes(batch, capacity, kv_heads, dim, **where, window=window, new=new, dtype=dtype)
+        zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
+        return jax.jit(zeros, out_shardings=jax.tree.map(lambda x: x.sharding, shapes))()
+
+    @property
+    def fits(self) -> Bool[Array, " batch"]:
+        """Whether a text has never had more tokens than there is room for. What attends to one that had is NaN."""
+        return jnp.ones_like(self.lengths, bool) if self.wraps else self.lengths <= self.capacity
+
+    @property
+    def axis_name(self) -> str:
+        return self.spec[1]
+
+    @property
+    def devices(self) -> int:
+        """How many devices share a text."""
+        return self.mesh.shape[self.axis_name]
+
+    @property
+    def specs(self) -> "KVCache":
+        """How the arrays lie on the mesh: for `shard_map`."""
+        return dataclasses.replace(
+            self, key=_heads_first(self.spec), value=_heads_first(self.spec), lengths=P(self.spec[0])
+        )
+
+    def check_room(self, new: Any) -> None:
+        """Raise unless every text has room for `new` more tokens, a number or one for each. Not inside `jit`."""
+        longest = int((jax.device_get(self.lengths) + jax.device_get(new)).max())
+        if longest > self.capacity and not self.wraps:
+            raise ValueError(
+                f"The cache has room for {self.capacity} tokens a text, and the longest would have {longest}. Nothing "
+                f"was written. Make the cache larger, or the text shorter."
+            )
+
+    @checks_itself
+    def append(
+        self,
+        key: Float[Array, "batch new kv_heads dim"],
+        value: Float[Array, "batch new kv_heads dim"],
+        counts: Int[Array, " batch"] | None = None,
+    ) -> "KVCache":
+        """A cache with more tokens, those that follow in every text, in text order.
+
+        `counts` says how many of a text's new tokens are real, its first ones; by default all are. Outside of `jit` it
+        raises if they do not fit. Inside nothing can raise: call `check_room` before. What does not fit is not written,
+        and from then on attention of that text is NaN. Whoever donates the cache to `jit` has it changed in place.
+        """
+        return _append(self, *self.check_new(key, value, counts))
+
+    def check_new(self, key: Any, value: Any, counts: Any) -> tuple[Array, Array, Array]:
+        """New keys, values and how many of them are real. Raises if they do not fit, as far as that can be seen."""
+        key, value = jnp.asarray(key), jnp.asarray(value)
+        batch, kv_heads, _, dim = self.key.shape
+        if key.shape != value.shape or key.shape != (batch, *key.shape[1:2], kv_heads, dim):
+            raise ValueError(
+                f"key and value must be [batch, new, kv_heads, dim], for this cache [{batch}, new, {kv_heads}, {dim}]; "
+                f"got key {key.shape}, value {value.shape}."
+            )
+        counts = jnp.full(batch, key.shape[1], jnp.int32) if counts is None else jnp.asarray(counts, jnp.int32)
+        if counts.shape != (batch,):
+            raise ValueError(f"counts must have one number a text, shape ({batch},); got {counts.shape}.")
+        if not any(isinstance(x, jax.core.Tracer) for x in (self.lengths, counts)):
+            if not 0 <= int(counts.min()) <= int(counts.max()) <= key.shape[1]:
+                raise ValueError(f"counts must lie between 0 and the {key.shape[1]} new tokens; got {counts.tolist()}.")
+            self.check_room(counts)
+        return key, value, counts
+
+    def append_shard(self, key: Array, value: Array, counts: Array, order: Array) -> "KVCache":
+        """`append` for code that is already inside `jax.shard_map`. Every device has all new tokens.
+
+        They may come in any order: `order` [new] is where each of them belongs among the new ones.
+        """
+        device, slots = lax.axis_index(self.axis_name), self.key.shape[2]
+        position = self.lengths[:, None] + order
+        lengths = self.lengths + counts
+        kept = order < counts[:, None]
+        kept &= position >= lengths[:, None] - self.capacity if self.wraps else position < self.capacity
+        index = position % self.capacity
+        slot = self._count(device, index)
+        held = self.layout.position(device, jnp.minimum(slot, slots - 1), self.capacity, self.devices)
+        slot = jnp.where(kept & (held == index), slot, slots)  # past the end: not written
+        rows = jnp.arange(len(key), dtype=jnp.int32)[:, None]
+        write = lambda old, new: old.at[rows, :, slot].set(new.astype(old.dtype), mode="drop")  # noqa: E731
+        return dataclasses.replace(self, key=write(self.key, key), value=write(self.value, value), lengths=lengths)
+
+    def positions(self, device: Any) -> Int[Array, "batch slots"]:
+        """The position that each slot of a device holds; of a slot that is empty, one that nobody sees yet."""
+        index = jnp.asarray(self.layout.positions(device, self.capacity, self.devices))
+        last = self.lengths[:, None] - 1
+        return last - (last - index) % self.capacity if self.wraps else jnp.broadcast_to(index, (len(last), len(index)))
+
+    def ranges(self, device: Any, positions: Int[Array, "batch queries"]) -> list[tuple[Array, Array]]:
+        """The slots of a device that queries at these positions see of what is in the cache: one range each, or two."""
+        count = functools.partial(self._count, device)
+        length = self.lengths[:, None]
+        lo = jnp.zeros_like(positions) if self.window is None else jnp.maximum(positions - self.window + 1, 0)
+        hi = jnp.minimum(positions + 1, length)
+        if not self.wraps:
+            return [(count(lo), count(hi))]
+        base = jnp.maximum(length - 1, 0) // self.capacity * self.capacity  # where the newest round begins
+        old_lo = jnp.maximum(lo - base + self.capacity, length - base)  # the round before it, as far as it is left
+        old_hi = jnp.where(base == 0, old_lo, hi - base + self.capacity)
+        return [(count(lo - base), count(hi - base)), (count(old_lo), count(jnp.maximum(old_lo, old_hi)))]
+
+    def _count(self, device: Any, index: Any) -> Any:
+        return self.layout.count_before(device, index, self.capacity, self.devices)
+
+
+@jax.jit
+def _append(cache: KVCache, key: Array, value: Array, counts: Array) -> KVCache:
+    new = P(cache.spec[0], None, *cache.spec[2:])
+    order = jnp.arange(key.shape[1], dtype=jnp.int32)
+    in_specs = (cache.specs, new, new, P(cache.spec[0]), P())
+    return over_mesh(cache, KVCache.append_shard, in_specs, cache.specs)(cache, key, value, counts, order)
+
+
+def over_mesh(cache: KVCache, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`shard_map` over the cache's mesh, with automatic axes, or explicit ones where the caller uses these."""
+
+    def run(*inputs: Any) -> Any:
+        mesh = mesh_for(cache.mesh, *jax.tree.leaves(inputs))
+        inputs = jax.tree.map(lambda x, spec: reshard(x, mesh, spec), inputs, in_specs)
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return mapped(*inputs)
+
+    return run
+
+
+def _heads_first(spec: PartitionSpec) -> PartitionSpec:
+    batch, sequence, heads, dim = spec
+    return P(batch, heads, sequence, dim)

@@ -1,0 +1,118 @@
+"""Choice: the kernels there are, and which of them runs.
+
+`choose` takes the fastest kernel that can do what a request asks for, by what was measured of each (`rates.py`).
+"""
+
+import dataclasses
+import logging
+import warnings
+from typing import Any
+
+from striped_attention.core.layout import Layout, stripes_of
+from striped_attention.errors import SlowKernelWarning
+from striped_attention.kernels import cudnn, tpu, xla
+from striped_attention.kernels.contract import Kernel, Request
+from striped_attention.kernels.rates import ANYWHERE, Rates
+from striped_attention.runtime.hardware import hardware_of
+
+KERNELS: dict[str, Any] = {"cudnn": cudnn, "pallas_tpu": tpu, "xla": xla}  # modules, as `Kernel` describes them
+_warned: set[str] = set()
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A kernel for a request: its name and module, its tile, and its rates on the request's platform."""
+
+    name: str
+    kernel: Kernel
+    tile: tuple[int, int]
+    rates: Rates
+    seconds: float  # roughly, of one block
+
+
+def check_name(name: str) -> None:
+    """Raise unless there is such a kernel."""
+    if name not in ("auto", *KERNELS):
+        raise ValueError(f"kernel must be one of {['auto', *KERNELS]}; got {name!r}.")
+
+
+def choose(name: str, request: Request) -> Choice:
+    """The kernel to use: for "auto" the fastest that can do what is asked. Raises if a named one cannot.
+
+    What "auto" chose, and why, is logged at level INFO. Where that is a slow one, on a device that has a faster one for
+    other requests, it also warns, once for each reason.
+    """
+    check_name(name)
+    refusals = {other: refusal(other, request) for other in KERNELS}
+    able = sorted((_choice(other, request) for other in KERNELS if refusals[other] is None), key=lambda c: c.seconds)
+    if not able:
+        raise NotImplementedError(f"No kernel runs on a {request.platform}. {' '.join(map(str, refusals.values()))}")
+    if name == "auto":
+        others = "".join(f" Not {other!r}: {reason}" for other, reason in refusals.items() if reason is not None)
+        logging.getLogger("striped_attention").info("kernel='auto' takes %r.%s", able[0].name, others)
+        _warn_if_slow(able[0], request, refusals)
+        return able[0]
+    if refusals[name] is not None:
+        raise NotImplementedError(f"Kernel {name!r} cannot do this: {refusals[name]} Use kernel={able[0].name!r}.")
+    return _choice(name, request)
+
+
+def refusal(name: str, request: Request) -> str | None:
+    """Why a kernel cannot do what is asked, in a sentence; None if it can."""
+    kernel = KERNELS[name]
+    if _rates(name, request.platform) is None:
+        article = "an" if request.platform == "unknown" else "a"
+        return f"It runs on {' and '.join(p.upper() for p in kernel.RATES)}s; this is {article} {request.platform}."
+    return kernel.unsupported(request)
+
+
+def choose_stripes(name: str, request: Request, slots: int) -> Layout:
+    """Stripes, about as wide as a kernel's tile or a single token, for which there is the fastest kernel.
+
+    `slots` are the tokens of a device that should make a few stripes. A named kernel that cannot do the request at all
+    gets the stripes that it would take for a plain causal mask; `choose` refuses it then.
+    """
+    found: list[tuple[float, Layout]] = []
+    for other in KERNELS if name == "auto" else [name]:
+        tile = max(request.tile or KERNELS[other].default_tile(request))
+        asked = [dataclasses.replace(request, layout=layout) for layout in stripes_of(tile, slots)]
+        found += [(_choice(other, one).seconds, one.layout) for one in asked if refusal(other, one) is None]
+    if found:
+        return min(found, key=lambda one: one[0])[1]
+    plain = dataclasses.replace(request, documents=False, window=None, prefix=0, here=False)
+    if plain == request:
+        return stripes_of(max(request.tile or KERNELS[name].default_tile(request)), slots)[0]
+    return choose_stripes(name, plain, slots)
+
+
+def _rates(name: str, platform: str) -> Rates | None:
+    """How fast a kernel is on a platform; None if it does not run there."""
+    rates: dict[str, Rates] = KERNELS[name].RATES
+    return rates.get(platform, rates.get(ANYWHERE))
+
+
+def _choice(name: str, request: Request) -> Choice:
+    kernel, rates = KERNELS[name], _rates(name, request.platform)
+    assert rates is not None
+    seconds = rates.seconds(request, hardware_of(request.platform, request.device_kind))
+    return Choice(name, kernel, request.tile or kernel.default_tile(request), rates, seconds)
+
+
+def _warn_if_slow(choice: Choice, request: Request, refusals: dict[str, str | None]) -> None:
+    """Warn if there is a faster kernel for this platform that cannot do the request."""
+    hardware = hardware_of(request.platform, request.device_kind)
+    faster = [
+        f"{name!r}: {reason}"
+        for name, reason in refusals.items()
+        if reason is not None
+        and (rates := _rates(name, request.platform)) is not None
+        and rates.seconds(request, hardware) < choice.seconds
+    ]
+    message = (
+        f"kernel='auto' takes {choice.name!r}, which is slow on a {request.platform.upper()}, because a faster one "
+        f"cannot do this. {' '.join(faster)} Silence this with warnings.filterwarnings('ignore', "
+        f"category=striped_attention.SlowKernelWarning)."
+    )
+    if request.here and faster and message not in _warned:
+        warnings.warn(SlowKernelWarning(message), stacklevel=2)
+        _warned.add(message)  # now, for a warning may be an error

@@ -1,0 +1,218 @@
+"""Decode: attention of a few queries, those of the newest tokens, to all slots of a device's cache.
+
+There is little to compute and much to read: every key and value once. So what counts is the speed of memory.
+
+    plain     plain JAX, everywhere. On CPUs in chunks of slots, one after the other, as far as the texts go; elsewhere
+              all slots at once, for a chunk would be copied before it is used
+    triton    NVIDIA GPUs: one kernel reads the slots in many pieces at once, each as far as it is seen, and no scores
+              are ever written to memory
+
+Queries of the heads that share a key head are taken together, so heads are never repeated. Keys and values are
+[batch, kv_heads, slots, dim]: what belongs together lies together.
+"""
+
+import dataclasses
+import functools
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from striped_attention.core.partial import Partial, accumulator, merge, merge_all
+from striped_attention.errors import SlowKernelWarning
+
+CHUNK = 4096  # slots that a CPU takes at a time
+TRITON = (0, 13)  # Pallas lowers to Triton before this version of JAX; it says that it will be removed
+BLOCK = 128  # slots that a program of the kernel takes at a time; half of that for heads of 256, to fit its memory
+PROGRAMS = 1024  # of the kernel, about: several for each of a GPU's hundred multiprocessors
+ROWS = 16  # queries of a program are a multiple of this, as the tensor cores have it
+LOG2_E = 1.4426950408889634
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Few:
+    """All that a kernel is told besides queries, keys and values.
+
+    `ranges` are one or two pairs (start, end) of arrays [batch, queries]: the slots that a query sees. The positions of
+    queries [batch, queries] and of slots [batch, slots] serve the bias.
+    """
+
+    ranges: Any
+    query_positions: Any
+    key_positions: Any
+    bias: Any = None
+    scale: float = dataclasses.field(default=1.0, metadata={"static": True})
+    softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def span(self, slots: int) -> tuple[Array, Array]:
+        """The first slot that a query of each text sees, and the one after the last; [batch] each."""
+        some = [start < end for start, end in self.ranges]
+        first = [jnp.where(s, start, slots).min(axis=1) for s, (start, _) in zip(some, self.ranges, strict=True)]
+        last = [jnp.where(s, end, 0).max(axis=1) for s, (_, end) in zip(some, self.ranges, strict=True)]
+        return functools.reduce(jnp.minimum, first), functools.reduce(jnp.maximum, last)
+
+
+def attend_few(
+    query: Float[Array, "batch queries heads dim"],
+    key: Float[Array, "batch kv_heads slots dim"],
+    value: Float[Array, "batch kv_heads slots dim"],
+    few: Few,
+) -> Partial:
+    """Attention of a few queries of every text to a device's slots, as the contract of kernels has it."""
+    on_cpu = functools.partial(plain, width=CHUNK, accelerator=False)
+    if not triton_can(query, key, few):
+        return lax.platform_dependent(query, key, value, few, cpu=on_cpu, default=plain)
+    return lax.platform_dependent(query, key, value, few, cpu=on_cpu, cuda=by_triton, default=plain)
+
+
+def triton_can(query: Any, key: Any, few: Few) -> bool:
+    """Whether the kernel for GPUs can do it; the plain one can do everything."""
+    rows, (slots, dim) = query.shape[1] * query.shape[2] // key.shape[1], key.shape[2:]
+    half = query.dtype == key.dtype and query.dtype in (jnp.bfloat16, jnp.float16)
+    able = few.bias is None and half and dim in (16, 32, 64, 128, 256) and slots >= BLOCK and rows <= 64
+    if able and not has_triton() and jax.default_backend() == "gpu":
+        _warn_without_triton()
+    return able and has_triton()
+
+
+def has_triton() -> bool:
+    """Whether this version of JAX lowers Pallas to Triton."""
+    return tuple(map(int, jax.__version__.split(".")[:2])) < TRITON
+
+
+@functools.cache
+def _warn_without_triton() -> None:
+    warnings.warn(
+        SlowKernelWarning(
+            f"Decoding on GPUs has a kernel for JAX before {'.'.join(map(str, TRITON))}, by Pallas for Triton; this is "
+            f"JAX {jax.__version__}. Plain JAX runs instead, and reads empty slots of the cache too."
+        ),
+        stacklevel=4,
+    )
+
+
+def plain(
+    query: Array, key: Array, value: Array, few: Few, width: int | None = None, accelerator: bool = True
+) -> Partial:
+    """In plain JAX, `width` slots at a time, or all at once. Accelerators multiply 16-bit inputs as they are."""
+    (batch, queries, heads, dim), (kv_heads, slots) = query.shape, key.shape[1:3]
+    dtype = accumulator(query.dtype)
+    width = min(width or slots, slots)
+    operand = query.dtype if accelerator and query.dtype in (jnp.bfloat16, jnp.float16) else dtype
+    precision = lax.Precision.HIGHEST if operand == dtype else None
+    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=dtype)
+    grouped = query.astype(operand).reshape(batch, queries, kv_heads, -1, dim)
+
+    def chunk(j: Any, total: Partial) -> Partial:
+        first = jnp.minimum(j * width, slots - width)  # the last chunk begins earlier, and hides what it repeats
+        part = lambda x, axis: lax.dynamic_slice_in_dim(x, first, width, axis)  # noqa: E731
+        scores = product("bqkgd,bksd->bqkgs", grouped, part(key, 2).astype(operand)) * few.scale
+        scores = scores.reshape(batch, queries, heads, width)
+        if few.softcap is not None:
+            scores = few.softcap * jnp.tanh(scores / few.softcap)
+        if few.bias is not None:
+            distance = part(few.key_positions, 1)[:, None] - few.query_positions[..., None]
+            scores += jax.vmap(lambda head: head.at(distance), out_axes=2)(few.bias).astype(dtype)
+        slot = first + jnp.arange(width, dtype=jnp.int32)
+        seen = [(start[..., None] <= slot) & (slot < end[..., None]) for start, end in few.ranges]
+        seen = functools.reduce(jnp.logical_or, seen) & (slot >= j * width)
+        scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
+        top = jnp.max(scores, axis=-1)
+        shift = jnp.where(jnp.isneginf(top), 0, top)
+        p = jnp.exp(scores - shift[..., None])
+        weight = jnp.sum(p, axis=-1)
+        p = p.astype(operand).reshape(batch, queries, kv_heads, -1, width)
+        out = product("bqkgs,bksd->bqkgd", p, part(value, 2).astype(operand)).reshape(query.shape)
+        out = out / jnp.where(weight == 0, 1, weight)[..., None]
+        return merge(total, Partial(out, shift + jnp.log(weight)))
+
+    nothing = Partial(jnp.zeros(query.shape, dtype), jnp.full(query.shape[:3], -jnp.inf, dtype))
+    if width == slots:
+        return chunk(0, nothing)
+    first, last = few.span(slots)
+    return lax.fori_loop(first.min() // width, -(-last.max() // width), chunk, nothing)
+
+
+def by_triton(query: Array, key: Array, value: Array, few: Few, interpret: bool = False) -> Partial:
+    """As one kernel: a program for every text, key head and piece of the slots that are seen."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    (batch, queries, heads, dim), (kv_heads, slots) = query.shape, key.shape[1:3]
+    group = heads // kv_heads
+    rows = pl.cdiv(queries * group, ROWS) * ROWS
+    rows = 1 << (rows - 1).bit_length()
+    block = BLOCK if dim <= 128 else BLOCK // 2
+    pieces = max(1, min(PROGRAMS // (batch * kv_heads), pl.cdiv(slots, block)))
+    pad = lambda x, axis: jnp.pad(x, [(0, rows - queries * group if i == axis else 0) for i in range(x.ndim)])  # noqa: E731
+    grouped = query.reshape(batch, queries, kv_heads, group, dim).swapaxes(1, 2).reshape(batch, kv_heads, -1, dim)
+    ends = [jnp.repeat(end, group, axis=1) for pair in (*few.ranges, *few.ranges)[:2] for end in pair]
+    span = jnp.stack(few.span(slots), axis=-1)
+    whole = pl.BlockSpec((None, None, slots, dim), lambda i, j: (i // kv_heads, i % kv_heads, 0, 0))
+    part = lambda *shape: pl.BlockSpec((None, None, *shape), lambda i, j: (j, i, *[0] * len(shape)))  # noqa: E731
+    out, lse = pl.pallas_call(
+        functools.partial(_program, few.scale, few.softcap, slots, pieces, block),
+        grid=(batch * kv_heads, pieces),
+        in_specs=[
+            pl.BlockSpec((None, 2), lambda i, j: (i // kv_heads, 0)),
+            pl.BlockSpec((None, 4, rows), lambda i, j: (i // kv_heads, 0, 0)),
+            pl.BlockSpec((None, None, rows, dim), lambda i, j: (i // kv_heads, i % kv_heads, 0, 0)),
+            whole,
+            whole,
+        ],
+        out_specs=[part(rows, dim), part(rows)],
+        out_shape=[
+            jax.ShapeDtypeStruct((pieces, batch * kv_heads, rows, dim), jnp.float32),
+            jax.ShapeDtypeStruct((pieces, batch * kv_heads, rows), jnp.float32),
+        ],
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        interpret=interpret,
+    )(span, pad(jnp.stack(ends, axis=1), 2), pad(grouped, 2), key, value)
+
+    def back(x: Array) -> Array:
+        x = x[:, :, : queries * group].reshape(pieces, batch, kv_heads, queries, group, *x.shape[3:])
+        return x.swapaxes(2, 3).reshape(pieces, batch, queries, heads, *x.shape[5:])
+
+    return merge_all(Partial(back(out), back(lse)))
+
+
+def _program(scale: float, softcap: float | None, slots: int, pieces: int, block: int, *refs: Any) -> None:
+    """One piece of the slots of one text and key head: the running maximum and sum of an online softmax."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import triton
+
+    span, ends, q, k, v, out, lse = refs
+    first, last = span[0], span[1]
+    size = pl.cdiv(pl.cdiv(jnp.maximum(last - first, 0), pieces), block) * block
+    begin = first + pl.program_id(1) * size
+    end = jnp.minimum(begin + size, last)
+    query = q[...]
+    start_a, end_a, start_b, end_b = (ends[i, :][:, None] for i in range(4))
+
+    def step(i: Any, carry: Any) -> Any:
+        top, total, acc = carry
+        at = begin + i * block
+        here = jnp.minimum(at, slots - block)  # the last block begins earlier, and hides what it repeats
+        key, value = k[pl.ds(here, block), :], v[pl.ds(here, block), :]
+        scores = triton.dot(query, key.T) * scale
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        slot = (here + jnp.arange(block, dtype=jnp.int32))[None, :]
+        seen = ((start_a <= slot) & (slot < end_a)) | ((start_b <= slot) & (slot < end_b))
+        scores = jnp.where(seen & (slot >= at) & (slot < end), scores * LOG2_E, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+        shift = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        p, fade = jnp.exp2(scores - shift[:, None]), jnp.exp2(top - shift)
+        acc = acc * fade[:, None] + triton.dot(p.astype(value.dtype), value)
+        return new_top, total * fade + jnp.sum(p, axis=1), acc
+
+    rows, dim = query.shape
+    nothing = jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32), jnp.zeros((rows, dim), jnp.float32)
+    steps = pl.cdiv(jnp.maximum(end - begin, 0), block)
+    top, total, acc = lax.fori_loop(0, steps, step, nothing)
+    out[...] = acc / jnp.where(total == 0, 1.0, total)[:, None]
+    lse[...] = (top + jnp.log2(total)) / LOG2_E

@@ -1,0 +1,313 @@
+"""Model: a LLaMA-style decoder as plain functions on a pytree of arrays, for one device's share of a long sequence.
+
+Everything but `ModelConfig` and `init` runs inside `jax.shard_map`: a device holds [batch, slots] of the tokens, in
+layout order, and a shard of every weight. A layer is three things:
+
+    q, k, v = before(x)          norm, projections, rotary positions     a stage: position by position, chunk by chunk
+    a = attention(q, k, v)       the ring                                the only place where positions meet
+    x = after(x, a)              projection, norm, SwiGLU                a stage
+
+Because of the chunks nothing of size slots × ffn or slots × vocabulary ever exists, forward or backward. Layers are
+stacked and scanned. What is kept of a layer for the backward pass is its input and the attention's result.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from striped_attention.attention import attention_shard
+from striped_attention.core.layout import Layout
+from striped_attention.core.mask import Mask, sliding_window
+from striped_attention.models.rotary import Stretch, rotary, rotate
+from striped_attention.models.stages import AXES, stage
+from striped_attention.strategies.ring import SAVED
+
+Weights = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model. LLaMA's: RMSNorm before each half of a layer, rotary positions, SwiGLU.
+
+    What its relatives have besides: `head_width` other than dim / heads; a sliding `window` in every layer (Mistral);
+    `biases` of queries, keys and values (Qwen 2); `head_norms` of queries and keys (Qwen 3); one matrix for embedding
+    and scores (`tied`); rotary positions with a `stretch`.
+    """
+
+    layers: int
+    dim: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+    rope_theta: float = 10_000.0
+    norm_epsilon: float = 1e-5
+    head_width: int | None = None
+    window: int | None = None
+    biases: bool = False
+    head_norms: bool = False
+    tied: bool = False
+    stretch: Stretch | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "dim", "ffn", "heads", "kv_heads", "vocabulary"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} of a model must be at least 1; got {getattr(self, name)}.")
+        if self.head_width is None and self.dim % (2 * self.heads):
+            raise ValueError(
+                f"A model's dim must be its heads times an even number, the width of a head; got dim {self.dim} and "
+                f"{self.heads} heads."
+            )
+        if self.head_dim % 2 or self.head_dim < 2:
+            raise ValueError(f"The width of a head must be even; got {self.head_dim}.")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"A model's window must be at least 1; got {self.window}.")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"A model's heads must be a multiple of its kv_heads; got {self.heads} and {self.kv_heads}."
+            )
+
+    @property
+    def head_dim(self) -> int:
+        return self.head_width or self.dim // self.heads
+
+    @classmethod
+    def from_json(cls, said: dict[str, Any]) -> "ModelConfig":
+        """The inverse of `dataclasses.asdict`; what a model of an older version does not say is as it was then."""
+        stretch = said.get("stretch")
+        return cls(**{**said, "stretch": None if stretch is None else Stretch(**stretch)})
+
+    @property
+    def shapes(self) -> Weights:
+        """The shape of every weight; those of the layers are stacked."""
+        n = self.layers
+        more: Weights = {}
+        if self.biases:
+            more["query_bias"] = (n, self.heads, self.head_dim)
+            more["key_bias"] = more["value_bias"] = (n, self.kv_heads, self.head_dim)
+        if self.head_norms:
+            more["query_norm"] = more["key_norm"] = (n, self.head_dim)
+        return {
+            "embedding": (self.vocabulary, self.dim),
+            "layers": {
+                "attention_norm": (n, self.dim),
+                "query": (n, self.dim, self.heads, self.head_dim),
+                "key": (n, self.dim, self.kv_heads, self.head_dim),
+                "value": (n, self.dim, self.kv_heads, self.head_dim),
+                "output": (n, self.heads, self.head_dim, self.dim),
+                "ffn_norm": (n, self.dim),
+                "gate": (n, self.dim, self.ffn),
+                "up": (n, self.dim, self.ffn),
+                "down": (n, self.ffn, self.dim),
+                **more,
+            },
+            "norm": (self.dim,),
+            **({} if self.tied else {"unembedding": (self.dim, self.vocabulary)}),
+        }
+
+    @property
+    def last(self) -> tuple[str, ...]:
+        """The weights that make scores of the last layer's result."""
+        return ("norm", "embedding" if self.tied else "unembedding")
+
+    def specs(self, devices: int) -> Weights:
+        """How every weight lies on a mesh of that many devices."""
+
+        def one(path: Any, shape: tuple[int, ...]) -> PartitionSpec:
+            return AXES.weight(shape, devices, stacked=path[0].key == "layers")
+
+        return jax.tree_util.tree_map_with_path(one, self.shapes, is_leaf=_is_shape)
+
+    @property
+    def parameters(self) -> int:
+        return sum(int(np.prod(shape)) for shape in jax.tree.leaves(self.shapes, is_leaf=_is_shape))
+
+
+# The weights of a layer's second stage; the others belong to the first.
+AFTER = ("output", "ffn_norm", "gate", "up", "down")
+
+# The paper's models are LLaMA's shapes at three sizes; the 7B one is LLaMA 7B itself.
+PRESETS = {
+    "debug": ModelConfig(layers=2, dim=128, ffn=384, heads=4, kv_heads=2, vocabulary=320),
+    "1b": ModelConfig(layers=22, dim=2048, ffn=5504, heads=16, kv_heads=16, vocabulary=32_000),
+    "3b": ModelConfig(layers=26, dim=3200, ffn=8640, heads=32, kv_heads=32, vocabulary=32_000),
+    "7b": ModelConfig(layers=32, dim=4096, ffn=11_008, heads=32, kv_heads=32, vocabulary=32_000),
+    "llama3-8b": ModelConfig(
+        layers=32, dim=4096, ffn=14_336, heads=32, kv_heads=8, vocabulary=128_256, rope_theta=500_000.0
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """How a model is run, as opposed to what it is. `devices` is the size of the sequence axis."""
+
+    layout: Layout
+    devices: int
+    length: int
+    dtype: Any = jnp.bfloat16
+    remat: str = "attention"
+    chunk: int = 1024
+    kernel: str = "auto"
+    tile: tuple[int, int] | None = None
+
+    @property
+    def padded_length(self) -> int:
+        return self.layout.padded_length(self.length, self.devices)
+
+    def attend(self, q: Array, k: Array, v: Array, mask: Mask) -> Array:
+        """Attention over the whole ring."""
+        return attention_shard(
+            *(q, k, v),
+            axis_name=AXES.sequence,
+            layout=self.layout,
+            mask=mask,
+            kernel=self.kernel,
+            tile=self.tile,
+            length=self.length,
+        )
+
+    def positions(self) -> Int[Array, " slots"]:
+        return jnp.asarray(self.layout.positions(lax.axis_index(AXES.sequence), self.padded_length, self.devices))
+
+
+def init(config: ModelConfig, key: Array) -> Weights:
+    """Fresh float32 weights: normal with deviation 0.02, smaller where a layer adds to the residual stream."""
+    named, structure = jax.tree_util.tree_flatten_with_path(config.shapes, is_leaf=_is_shape)
+    keys = jax.random.split(key, len(named))
+
+    def one(path: Any, shape: tuple[int, ...], key: Array) -> Array:
+        name = path[-1].key
+        if name.endswith(("norm", "bias")):
+            return jnp.full(shape, name.endswith("norm"), jnp.float32)
+        residual = (2 * config.layers) ** -0.5 if name in ("output", "down") else 1.0
+        return jax.random.normal(key, shape, jnp.float32) * (0.02 * residual)
+
+    weights = [one(path, shape, key) for (path, shape), key in zip(named, keys, strict=True)]
+    return jax.tree.unflatten(structure, weights)
+
+
+def token_losses(
+    config: ModelConfig,
+    compute: Compute,
+    weights: Weights,
+    specs: Weights,
+    tokens: Int[Array, "batch slots"],
+    targets: Int[Array, "batch slots"],
+    mask: Mask,
+    attend: Callable[..., Array] | None = None,
+) -> Float[Array, "batch slots"]:
+    """Minus the log-probability of every target, for this device's slots. `attend` replaces the ring, in tests."""
+    run = functools.partial(stage, chunk=compute.chunk, dtype=compute.dtype)
+    positions = jnp.broadcast_to(compute.positions(), tokens.shape)
+    mask = mask if config.window is None else mask & sliding_window(config.window)
+
+    def layer(x: Array, weights: Weights) -> tuple[Array, None]:
+        first, second = split_layer(weights)
+        first_specs, second_specs = split_layer(layer_specs)
+        q, k, v = run(functools.partial(before, config), first, first_specs, x, positions)
+        attended = (attend or compute.attend)(q, k, v, mask)
+        return run(functools.partial(after, config), second, second_specs, (x, attended), ()), None
+
+    layer_specs = {name: PartitionSpec(*spec[1:]) for name, spec in specs["layers"].items()}
+    embed = functools.partial(stage, chunk=tokens.shape[1], dtype=compute.dtype)  # in one go: its gradient is a table
+    x = embed(lookup, weights["embedding"], specs["embedding"], (), tokens)
+    x, _ = lax.scan(_remat(layer, compute.remat), x, weights["layers"])
+    last = {name: weights[name] for name in config.last}
+    return run(functools.partial(losses, config), last, {name: specs[name] for name in last}, x, targets)
+
+
+def split_layer(weights: Weights) -> tuple[Weights, Weights]:
+    """The weights (or anything else about them) of a layer's two stages, `before` and `after`."""
+    return {n: x for n, x in weights.items() if n not in AFTER}, {n: weights[n] for n in AFTER}
+
+
+def _remat(layer: Any, kind: str) -> Any:
+    """What is kept of a layer's forward pass: "attention" keeps the ring's result, "full" nothing, "none" all."""
+    if kind == "none":
+        return layer
+    names = SAVED if kind == "attention" else ()
+    return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names), prevent_cse=False)
+
+
+def lookup(embedding: Array, _: Any, tokens: Array) -> Array:
+    # The gradient adds up all uses of a token: in float32, which bf16 would stop counting at 256.
+    return embedding.astype(jnp.float32)[tokens].astype(embedding.dtype)
+
+
+def before(config: ModelConfig, weights: Weights, x: Array, positions: Array) -> tuple[Array, Array, Array]:
+    y = _norm(x, weights["attention_norm"], config.norm_epsilon)
+    q, k, v = (_project("bsd,dhk->bshk", y, weights[name]) for name in ("query", "key", "value"))
+    if config.biases:
+        q, k, v = (x + weights[f"{name}_bias"] for x, name in ((q, "query"), (k, "key"), (v, "value")))
+    if config.head_norms:
+        q, k = (_norm(x, weights[f"{name}_norm"], config.norm_epsilon) for x, name in ((q, "query"), (k, "key")))
+    cos, sin = rotary(positions, config.head_dim, config.rope_theta, config.stretch)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def after(config: ModelConfig, weights: Weights, inputs: tuple[Array, Array], _: Any) -> Array:
+    x, attended = inputs
+    x = x + _project("bshk,hkd->bsd", attended, weights["output"])
+    y = _norm(x, weights["ffn_norm"], config.norm_epsilon)
+    gate, up = (_project("bsd,df->bsf", y, weights[name]) for name in ("gate", "up"))
+    return x + _project("bsf,fd->bsd", jax.nn.silu(gate) * up, weights["down"])
+
+
+def logits(config: ModelConfig, weights: Weights, x: Array) -> Array:
+    """The scores of every token of the vocabulary, in float32, from the last layer's result."""
+    unembedding = weights["embedding"].T if config.tied else weights["unembedding"]
+    return _logits(_norm(x, weights["norm"], config.norm_epsilon), unembedding)
+
+
+def losses(config: ModelConfig, weights: Weights, x: Array, targets: Array) -> Array:
+    scores = logits(config, weights, x)
+    target = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(scores, axis=-1) - target
+
+
+def _norm(x: Array, weight: Array, epsilon: float) -> Array:
+    y = x.astype(jnp.float32)
+    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
+    return y.astype(x.dtype) * weight
+
+
+def _precision(dtype: Any) -> lax.Precision | None:
+    """float32 means float32, also on hardware that would rather round."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def _project(form: str, x: Array, weight: Array) -> Array:
+    return jnp.einsum(form, x, weight, precision=_precision(x.dtype))
+
+
+@jax.custom_vjp
+def _logits(x: Array, weight: Array) -> Array:
+    """x · weight in float32; its gradient is rounded to the compute dtype before the products, like every other."""
+    return jnp.einsum("bsd,dv->bsv", x, weight, precision=_precision(x.dtype), preferred_element_type=jnp.float32)
+
+
+def _logits_forward(x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _logits(x, weight), (x, weight)
+
+
+def _logits_backward(residuals: tuple[Array, Array], dscores: Array) -> tuple[Array, Array]:
+    x, weight = residuals
+    dscores = dscores.astype(x.dtype)
+    dx = _project("bsv,dv->bsd", dscores, weight)
+    return dx, _project("bsd,bsv->dv", x, dscores)
+
+
+_logits.defvjp(_logits_forward, _logits_backward)
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, tuple)

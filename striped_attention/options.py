@@ -1,0 +1,94 @@
+"""Options: types and checks that several commands share."""
+
+import math
+import pathlib
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import tyro
+
+from striped_attention.core.layout import DEFAULT, Layout, has_stripes, parse_layout
+from striped_attention.core.mask import Mask, causal, full, packed, prefix, sliding_window
+from striped_attention.errors import UsageError
+from striped_attention.kernels.choice import check_name
+
+# Options that may be left out; the help text says what happens then.
+Whole = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
+Text = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
+Path = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
+Numbers = Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="INT ...", help_behavior_hint="")]
+Texts = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="TEXT ...", help_behavior_hint="")]
+
+_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
+
+
+def parse_length(text: str) -> int:
+    """The tokens that --length asks for."""
+    plain = re.sub(r"(?<=\d)[_,](?=\d{3}(?!\d))", "", text.lower())
+    found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)([kmg]?)", plain)
+    tokens = float(found[1]) * _UNITS[found[2]] if found else 0.0
+    if tokens < 1 or tokens != int(tokens):
+        raise UsageError(f"--length must be a number of tokens, like 786432, 256k or 1M; got {text!r}.")
+    return int(tokens)
+
+
+def parse_layouts(texts: Sequence[str]) -> list[Layout]:
+    """The layouts that --layouts names."""
+    try:
+        return [parse_layout(text) for text in texts]
+    except ValueError as error:
+        raise UsageError(f"--layouts: {error}") from error
+
+
+def parse_mask(text: str, length: int) -> Mask:
+    """A mask for a sequence of so many tokens from its name and numbers, as --masks takes it.
+
+        causal    full    window(1024)    prefix(2048)    documents(256)    documents(256, 0)
+
+    The numbers of documents are the median of their lengths, log-normal, and the spread (1.2 where it is left out):
+    with 0 all are equally long.
+    """
+    form = r"(causal|full)|(window|prefix)\((\d+)\)|documents\((\d+)(?:, ?(\d+(?:\.\d+)?))?\)"
+    found = re.fullmatch(form, text.strip())
+    if found is None:
+        raise UsageError(
+            f"--masks are written like causal, window(1024), prefix(2048), documents(256) or documents(256, 0); "
+            f"got {text!r}."
+        )
+    plain, bounded, size, median, spread = found.groups()
+    try:
+        if plain:
+            return causal() if plain == "causal" else full()
+        if bounded:
+            return (sliding_window if bounded == "window" else prefix)(int(size))
+        return packed(length, int(median), 1.2 if spread is None else float(spread))
+    except ValueError as error:
+        raise UsageError(f"--masks {text}: {error}") from error
+
+
+def check_shared(config: Any) -> None:
+    """Raise if options that `striped train` and `striped generate` have in common make no sense."""
+    counts = ("stripe", "cpu_devices", "local_processes", "num_processes")
+    check_at_least(config, {"seed": 0} | dict.fromkeys(counts, 1))
+    if config.seed >= 2**32:
+        raise UsageError(f"--seed must be less than {2**32}; got {config.seed}.")
+    try:
+        check_name(config.kernel)
+    except ValueError as error:
+        raise UsageError(f"--{error}") from error
+    if config.stripe is not None and not has_stripes(config.layout):
+        raise UsageError(f"--stripe is for --layout {DEFAULT}; got --layout {config.layout}. Leave one of them out.")
+    cluster = (config.coordinator, config.num_processes, config.process_id)
+    if any(x is not None for x in cluster) and None in cluster:
+        raise UsageError("--coordinator, --num-processes and --process-id go together: give all three or none.")
+    if config.local_processes is not None and config.coordinator is not None:
+        raise UsageError("--local-processes starts a cluster of its own: leave out --coordinator and the like.")
+
+
+def check_at_least(config: Any, least: dict[str, int]) -> None:
+    """Raise if one of these options is given and smaller, or no finite number."""
+    for name, smallest in least.items():
+        value = getattr(config, name)
+        if value is not None and not (value >= smallest and math.isfinite(value)):
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {smallest}; got {value}.")

@@ -1,0 +1,186 @@
+"""Cost: what a step computes, keeps and sends, from shapes alone. Nothing is compiled and nothing allocated.
+
+FLOPs are useful ones: 2 per weight and token forward and 4 backward, and for attention 4 · dim per visible pair and
+head forward and twice that backward. Recomputation is not counted; that is the convention of MFU.
+"""
+
+import dataclasses
+import math
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from striped_attention.core.layout import Layout
+from striped_attention.kernels.choice import KERNELS
+from striped_attention.models.llama import ModelConfig
+from striped_attention.strategies.ring import sends_backward
+
+FLOAT32 = 4
+
+
+@runtime_checkable
+class Job(Protocol):
+    """What a step's cost depends on; the options of `striped train` say all of it."""
+
+    @property
+    def model(self) -> ModelConfig: ...
+    @property
+    def sequence_length(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def remat(self) -> str: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def kernel(self) -> str: ...
+
+    def make_layout(self, devices: int) -> Layout: ...
+
+
+def causal_pairs(length: int) -> int:
+    """Visible pairs of a query and a key in a text without documents: the most there can be."""
+    return length * (length + 1) // 2
+
+
+def matrix_flops(model: ModelConfig, tokens: int) -> int:
+    """Useful FLOPs of a step outside attention. The embedding is looked up, not multiplied, unless it makes scores."""
+    looked_up = 0 if model.tied else model.vocabulary * model.dim
+    return 6 * (model.parameters - looked_up) * tokens
+
+
+def attention_flops(model: ModelConfig, pairs: int) -> int:
+    """Useful FLOPs of a step's attention, for the visible pairs of all its sequences."""
+    return 12 * model.layers * model.heads * model.head_dim * pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Of one step, per device unless it says otherwise. Bytes by part; `wire` by what travels."""
+
+    parameters: int
+    devices: int
+    layout: str
+    padded_length: int
+    memory: dict[str, int]
+    matrix_flops: int
+    attention_flops: int
+    attention_share: float
+    wire: dict[str, int]
+    hop_bytes: int
+    hops: int
+    replicated: tuple[str, ...]
+
+    @property
+    def total_memory(self) -> int:
+        return sum(self.memory.values())
+
+
+def estimate(config: Job, mesh: dict[str, int]) -> Cost:
+    """What a step of this run needs on a mesh with these sizes; text without documents, the most work."""
+    model, sequence = config.model, mesh["sequence"]
+    devices = math.prod(mesh.values())
+    layout = config.make_layout(sequence)
+    padded = layout.padded_length(config.sequence_length, sequence)
+    specs = model.specs(devices)
+    sizes = _sizes(model)
+    shards = {name: size // devices if _is_split(specs, name) else size for name, size in sizes.items()}
+    tokens = config.batch // mesh["data"] * padded // sequence
+    width = 2 if config.dtype == "bfloat16" else FLOAT32
+    pairs = config.batch * causal_pairs(config.sequence_length)
+    attention = attention_flops(model, pairs)
+    matrices = matrix_flops(model, config.batch * config.sequence_length)
+    hop = 2 * tokens * model.kv_heads * model.head_dim * width
+    return Cost(
+        parameters=model.parameters,
+        devices=devices,
+        layout=repr(layout),
+        padded_length=padded,
+        memory=_memory(config, model, tokens, width, sizes, sum(shards.values()), sequence),
+        matrix_flops=matrices // devices,
+        attention_flops=attention // devices,
+        attention_share=_attention_share(config, attention, matrices),
+        wire=_wire(model, sizes, specs, devices, width, hop, sequence),
+        hop_bytes=hop,
+        hops=sequence - 1,
+        replicated=tuple(name for name in sizes if not name.endswith("norm") and not _is_split(specs, name)),
+    )
+
+
+def _attention_share(config: Job, attention: int, matrices: int) -> float:
+    """Of the work done, recomputation included: a tile's scores once more backward, 8 FLOPs a weight elsewhere."""
+    done = attention * (4.5 if config.remat == "full" else 3.5) / 3
+    return done / (done + matrices * 8 / 6)
+
+
+def _memory(
+    config: Job, model: ModelConfig, tokens: int, width: int, sizes: dict[str, int], shard: int, sequence: int
+) -> dict[str, int]:
+    layer = {name: size // model.layers for name, size in sizes.items() if name not in _OUTER}
+    queries, keys = tokens * model.heads * model.head_dim, tokens * model.kv_heads * model.head_dim
+    # Without a kernel's name the most there can be: what rounding took from the result, which `cudnn` has no use for.
+    full_out = config.kernel not in KERNELS or KERNELS[config.kernel].FULL_OUT
+    lost = 1 if width < FLOAT32 and full_out else 0
+    kept_result = queries * width * (1 + lost) + tokens * model.heads * FLOAT32
+    kept = {"attention": kept_result, "full": 0, "none": kept_result + (queries + 2 * keys) * width}[config.remat]
+    stages = [
+        sum(layer[name] for name in ("query", "key", "value")),
+        sum(layer[name] for name in ("output", "gate", "up", "down")),
+        sizes["embedding"],  # the unembedding is as large
+    ]
+    chunk = min(config.chunk, tokens)
+    # Seen in compiled steps, float32 and all, backward: x and its gradient; of the queries' size q, the result and what
+    # its rounding lost, and in float32 the result, its gradient and dq with their copies for a loop; of the keys' size
+    # k and v that are held, sent and kept, and the sums of dk and dv: at home, travelling, arriving, of this block.
+    travelling = min(sequence, 3)
+    return {
+        "weights": shard * FLOAT32,
+        "optimiser": 2 * shard * FLOAT32,
+        "gradients": shard * FLOAT32,
+        "kept for the backward pass": model.layers * (tokens * model.dim * width + kept),
+        "gathered weights and their gradient": max(stages) * (width + FLOAT32),
+        "attention and its ring": queries * (3 * width + 6 * FLOAT32)
+        + 2 * tokens * model.dim * width
+        + 2 * keys * (travelling * width + (1 + travelling) * FLOAT32),
+        "one chunk": chunk * max(3 * model.ffn * (width + FLOAT32), 2 * model.vocabulary * FLOAT32),
+    }
+
+
+def _wire(
+    model: ModelConfig, sizes: dict[str, int], specs: Any, devices: int, width: int, hop: int, sequence: int
+) -> dict[str, int]:
+    """Bytes that a device sends in a step."""
+    gathered = sum(size for name, size in sizes.items() if _is_split(specs, name)) * (devices - 1) // devices
+    hops = model.layers * (sequence - 1) * hop
+    return {
+        "keys and values, forward": hops,
+        "keys and values, backward": model.layers * sends_backward(sequence - 1) * hop,
+        "their gradients": hops // width * FLOAT32,
+        "weights, gathered twice": 2 * gathered * width,
+        "weights' gradients": gathered * FLOAT32,
+    }
+
+
+_OUTER = ("embedding", "norm", "unembedding")
+
+
+def _sizes(model: ModelConfig) -> dict[str, int]:
+    """How many numbers each weight has, all layers together."""
+    named = jax.tree_util.tree_leaves_with_path(model.shapes, is_leaf=lambda x: isinstance(x, tuple))
+    return {path[-1].key: int(np.prod(shape)) for path, shape in named}
+
+
+def _is_split(specs: Any, name: str) -> bool:
+    spec = specs[name] if name in _OUTER else specs["layers"][name]
+    return any(entry is not None for entry in spec)
+
+
+def gigabytes(size: int) -> str:
+    """Bytes as a person reads them."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.2f} {unit}"
+    return f"{size:.0f} B"

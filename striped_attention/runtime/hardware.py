@@ -1,0 +1,69 @@
+"""Hardware: what devices can do at best, with sources.
+
+FLOP/s are dense bf16, the CPU's float32. A wire is one way, from a device to the next of its ring: `wire` to one of the
+same group (a node, a pod), `far_wire` to another one. Where a ring leaves its group that hop is the slowest, and all
+wait for it.
+"""
+
+import dataclasses
+
+GIGA, TERA = 1e9, 1e12
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """A device and its wires. `kinds` are what JAX's `device_kind` may contain, in lower case."""
+
+    name: str
+    kinds: tuple[str, ...]
+    platform: str
+    peak: float  # FLOP/s
+    memory: float  # bytes
+    bandwidth: float  # of that memory, bytes/s
+    wire: float  # bytes/s, one way
+    group: int  # devices
+    far_wire: float  # bytes/s, one way, a device's share
+    source: str
+
+
+_NDR = "InfiniBand NDR: a port of 400 Gb/s for each GPU (DGX H100, H200 and B200 user guides)"
+_ICI = "wire: one ICI link, one way; far: data-centre network, a chip's share"
+# fmt: off
+_TABLE = (
+    #        name    kinds              platform     peak     memory    bandwidth      wire  group   far wire
+    Hardware("a100", ("a100",),          "gpu",  312*TERA,   80*GIGA,  2039*GIGA,  300*GIGA,    8, 25*GIGA,
+             "A100 80GB SXM data sheet; NVLink 3: 600 GB/s both ways; InfiniBand HDR: a port of 200 Gb/s for each GPU"),
+    Hardware("h100", ("h100",),          "gpu",  989*TERA,   80*GIGA,  3350*GIGA,  450*GIGA,    8, 50*GIGA,
+             f"H100 SXM data sheet (1979 TFLOP/s with sparsity); NVLink 4: 900 GB/s both ways; {_NDR}"),
+    Hardware("h200", ("h200",),          "gpu",  989*TERA,  141*GIGA,  4800*GIGA,  450*GIGA,    8, 50*GIGA,
+             f"H200 data sheet (1979 TFLOP/s with sparsity); NVLink 4: 900 GB/s both ways; {_NDR}"),
+    Hardware("b200", ("b200",),          "gpu", 2250*TERA,  180*GIGA,  8000*GIGA,  900*GIGA,    8, 50*GIGA,
+             f"HGX B200 data sheet (4.5 PFLOP/s with sparsity); NVLink 5: 1800 GB/s both ways; {_NDR}"),
+    Hardware("v4",   ("tpu v4",),        "tpu",  275*TERA, 34.4*GIGA,  1200*GIGA,   50*GIGA, 4096, 3.1*GIGA,
+             f"cloud.google.com/tpu/docs/v4: 32 GiB, 2400 Gb/s a chip over 6 links; {_ICI}, taken to be v5p's half"),
+    Hardware("v5e",  ("tpu v5 lite", "tpu v5e"), "tpu", 197*TERA, 16*GIGA, 819*GIGA, 50*GIGA, 256, 3.1*GIGA,
+             f"cloud.google.com/tpu/docs/v5e: ICI 400 GB/s both ways over 4 ports, 6.4 Tb/s for a pod of 256; {_ICI}"),
+    Hardware("v5p",  ("tpu v5",),        "tpu",  459*TERA,   95*GIGA,  2765*GIGA,  100*GIGA, 8960, 6.25*GIGA,
+             f"cloud.google.com/tpu/docs/v5p: ICI 1200 GB/s both ways over 6 ports, 50 Gb/s a chip; {_ICI}"),
+    Hardware("v6e",  ("tpu v6 lite", "tpu v6e"), "tpu", 918*TERA, 32*GIGA, 1638*GIGA, 100*GIGA, 256, 12.5*GIGA,
+             f"cloud.google.com/tpu/docs/v6e: ICI 800 GB/s both ways over 4 ports, 100 Gb/s a chip; {_ICI}"),
+    Hardware("cpu",  (),                 "cpu", 0.082*TERA,  12*GIGA,    21*GIGA,    1*GIGA,    2,  1*GIGA,
+             "one core of the AMD EPYC of benchmarks/results/cpu_balance.json: a product of 2048 × 2048 matrices in "
+             "float32 and a copy, measured; its share of the memory; wires assumed"),
+)
+# fmt: on
+HARDWARE = {device.name: device for device in _TABLE}
+_H100_PCIE = ("h100 pcie", 756 * TERA)  # its data sheet, 1513 TFLOP/s with sparsity
+
+
+def peak_flops(kind: str) -> float | None:
+    """A device's peak by its `device_kind`; None if it is not known, as for every CPU."""
+    if _H100_PCIE[0] in kind.lower():
+        return _H100_PCIE[1]
+    return next((device.peak for device in _TABLE if any(name in kind.lower() for name in device.kinds)), None)
+
+
+def hardware_of(platform: str, kind: str = "") -> Hardware:
+    """What is known of a device by its `device_kind`; of an unknown one, a common device of its platform."""
+    known = (device for device in _TABLE if any(name in kind.lower() for name in device.kinds))
+    return next(known, HARDWARE[{"gpu": "h100", "tpu": "v5p"}.get(platform, "cpu")])

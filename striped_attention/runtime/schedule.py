@@ -1,0 +1,137 @@
+"""Schedule: which transfers of a compiled program are hidden behind attention.
+
+Reads the text of a program that XLA has scheduled (`compiled.as_text()`): there the instructions of a computation stand
+in the order in which they are issued. A transfer is hidden if attention runs between its start and its end. A device
+takes one branch of a conditional, nobody knows which: the conditional counts if it can run attention.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+ATTENTION = re.compile(r'custom_call_target="(__cudnn\$fmha|tpu_custom_call|mosaic_gpu)')
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
+_CALLED = re.compile(
+    r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)|branch_computations=\{([^}]*)\}"
+)
+_SIZES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Transfer:
+    """A message to a neighbour: where in the program, how many bytes, and whether attention runs meanwhile."""
+
+    name: str
+    computation: str
+    dtype: str
+    bytes: int
+    hidden: bool
+
+
+class _Instruction(NamedTuple):
+    name: str
+    shape: str
+    operation: str
+    rest: str
+
+
+def transfers(program: str) -> list[Transfer]:
+    """Every collective permute of a scheduled program, in order. One in a loop's body counts once."""
+    if "is_scheduled=true" not in program.split("\n", 1)[0]:
+        raise ValueError("The program has not been scheduled: give the text of a compiled one, compiled.as_text().")
+    computations = dict(_computations(program))
+    busy = {name for name in computations if _attends(name, computations, {})}
+    found = []
+    for computation, instructions in computations.items():
+        for i, instruction in enumerate(instructions):
+            if not instruction.operation.startswith("collective-permute") or instruction.operation.endswith("-done"):
+                continue
+            meanwhile = []
+            if instruction.operation.endswith("-start"):
+                ends = (j for j, other in enumerate(instructions) if _ends(other, instruction))
+                meanwhile = instructions[i + 1 : next(ends, len(instructions))]
+            hidden = any(_works(other, busy) for other in meanwhile)
+            dtype, size = _size(instruction.shape)
+            found.append(Transfer(instruction.name, computation, dtype, size, hidden))
+    return found
+
+
+def traffic(program: str, devices: int) -> dict[str, int]:
+    """Bytes that a device sends in a compiled program, by kind of operation, rings being what XLA makes of them.
+
+    Those in a loop count once. All devices take part in each.
+    """
+    sent: dict[str, int] = {}
+    for instructions in dict(_computations(program)).values():
+        for instruction in instructions:
+            operation = instruction.operation.removesuffix("-start")
+            if operation not in _SHARES:
+                continue
+            sizes = [_size(shape)[1] for shape in re.findall(r"\w+\[[\d,]*\]", instruction.shape)]
+            # The shape of what begins an operation lists what goes in before what comes out.
+            size = sum(sizes) if operation == instruction.operation else sizes[-1]
+            sent[operation] = sent.get(operation, 0) + int(_SHARES[operation](devices) * size)
+    return sent
+
+
+# What a device sends of the size of an operation's result, on so many devices.
+_SHARES: dict[str, Callable[[int], float]] = {
+    "all-gather": lambda n: (n - 1) / n,
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "reduce-scatter": lambda n: n - 1,
+    "all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1 if n > 1 else 0,
+}
+
+
+def _ends(other: _Instruction, start: _Instruction) -> bool:
+    return other.operation == "collective-permute-done" and f"%{start.name})" in other.rest
+
+
+def _computations(program: str) -> Iterator[tuple[str, list[_Instruction]]]:
+    name, instructions = None, []
+    for line in program.splitlines():
+        if line.startswith("}") and name is not None:
+            yield name, instructions
+            name, instructions = None, []
+        elif found := _COMPUTATION.match(line):
+            name = found[1]
+        elif found := _INSTRUCTION.match(line):
+            instructions.append(_Instruction(*found.groups()))
+
+
+def _attends(name: str, computations: dict[str, list[_Instruction]], known: dict[str, bool]) -> bool:
+    """Whether a computation runs attention, itself or in what it calls."""
+    if name not in known:
+        known[name] = False
+        known[name] = any(
+            ATTENTION.search(instruction.rest)
+            or any(_attends(called, computations, known) for called in _called(instruction))
+            for instruction in computations.get(name, [])
+        )
+    return known[name]
+
+
+def _works(instruction: _Instruction, busy: set[str]) -> bool:
+    return bool(ATTENTION.search(instruction.rest)) or any(called in busy for called in _called(instruction))
+
+
+def _called(instruction: _Instruction) -> list[str]:
+    found = _CALLED.findall(instruction.rest)
+    return [name for one, many in found for name in ([one] if one else re.findall(r"%([\w.\-]+)", many))]
+
+
+def _size(shape: str) -> tuple[str, int]:
+    """Dtype and bytes of the first array of a shape."""
+    found = re.search(r"(\w+)\[([\d,]*)\]", shape)
+    if found is None:
+        raise ValueError(f"{shape!r} is not the shape of an array.")
+    dtype, dimensions = found[1], [int(n) for n in found[2].split(",") if n]
+    if dtype not in _SIZES:
+        raise ValueError(f"The size of a {dtype} is not known here.")
+    size = _SIZES[dtype]
+    for n in dimensions:
+        size *= n
+    return dtype, size

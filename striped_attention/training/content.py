@@ -1,0 +1,94 @@
+"""Content: what a file holds, told by its bytes, whatever its name. Only UTF-8 text is training text.
+
+Bytes can be tokens, so a picture or an archive could be trained on, and the loss would not say so.
+"""
+
+import codecs
+import io
+import itertools
+import json
+import pathlib
+
+from striped_attention.errors import UsageError
+
+UNPACK, NOT_TEXT = "Unpack it first.", "Keep it out of --data."
+TABLE = "Write its text to files, a document each, or its tokens to a .npy."
+CONVERT = "Convert it to UTF-8, or keep it out of --data."
+
+# The first bytes of a kind of file, its name, and what to do about it.
+KINDS = (
+    (b"\x1f\x8b", "gzip", UNPACK),
+    (b"PK\x03\x04", "a zip archive (or an office document, or .npz)", UNPACK),
+    (b"BZh", "bzip2", UNPACK),
+    (b"\xfd7zXZ\x00", "xz", UNPACK),
+    (b"\x28\xb5\x2f\xfd", "zstandard", UNPACK),
+    (b"\x04\x22\x4d\x18", "lz4", UNPACK),
+    (b"7z\xbc\xaf\x27\x1c", "a 7-zip archive", UNPACK),
+    (b"Rar!\x1a\x07", "a RAR archive", UNPACK),
+    (b"\x89PNG\r\n\x1a\n", "a PNG picture", NOT_TEXT),
+    (b"\xff\xd8\xff", "a JPEG picture", NOT_TEXT),
+    (b"GIF8", "a GIF picture", NOT_TEXT),
+    (b"RIFF", "a RIFF file (WebP, WAV or AVI)", NOT_TEXT),
+    (b"\x7fELF", "a program", NOT_TEXT),
+    (b"%PDF-", "PDF", "Extract its text first."),
+    (b"PAR1", "Parquet", TABLE),
+    (b"ARROW1", "Arrow", TABLE),
+    (b"\x89HDF\r\n\x1a\n", "HDF5", TABLE),
+    (b"SQLite format 3\x00", "an SQLite database", TABLE),
+    (b"\x93NUMPY", "a NumPy array", "If it holds tokens, give it a name that ends in .npy."),
+    (b"\xff\xfe", "UTF-16 text", CONVERT),
+    (b"\xfe\xff", "UTF-16 text", CONVERT),
+)
+TAR, TAR_AT = b"ustar", 257  # what stands in a tar archive, and at which byte
+LINES = 8  # of a file that are looked at to tell JSON lines from text
+
+
+def check_text(path: pathlib.Path, content: bytes) -> None:
+    """Raise unless the content of a file is UTF-8 text, and text that is no list of records."""
+    try:
+        zero = content.find(b"\0")
+        if zero < 0:
+            content.decode()
+    except UnicodeDecodeError as error:
+        raise _refused(path, *_kind(content, f"not UTF-8 text (byte {error.start:,})", CONVERT)) from error
+    if zero >= 0:
+        raise _refused(path, *_kind(content, f"no text (byte {zero:,} is 0)", NOT_TEXT))
+    if content.startswith(b"%PDF-"):
+        raise _refused(path, *_kind(content, "PDF", NOT_TEXT))
+    if _json_lines(path, content):
+        raise _refused(path, "JSON lines", TABLE)
+
+
+def _refused(path: pathlib.Path, kind: str, advice: str) -> UsageError:
+    return UsageError(f"--data must be UTF-8 text, or tokens as .npy or .bin, but {path} is {kind}. {advice}")
+
+
+def _kind(content: bytes, otherwise: str, advice: str) -> tuple[str, str]:
+    """What something that is no text is, by its first bytes, and what to do about it."""
+    found = [(kind, what) for start, kind, what in KINDS if content.startswith(start)]
+    if content[TAR_AT : TAR_AT + len(TAR)] == TAR:
+        found.append(("a tar archive", UNPACK))
+    return found[0] if found else (otherwise, advice)
+
+
+def _json_lines(path: pathlib.Path, content: bytes) -> bool:
+    """Whether every line is a JSON object or array; any of the first ones, where the name says so.
+
+    A single line may be any small JSON file.
+    """
+    lines = (line for line in io.BytesIO(content.removeprefix(codecs.BOM_UTF8)) if line.strip())
+    first = list(itertools.islice(lines, LINES))
+    if path.suffix in (".jsonl", ".ndjson"):
+        return any(map(_is_record, first))
+    return len(first) >= 2 and all(map(_is_record, first))
+
+
+def _is_record(line: bytes) -> bool:
+    """Whether a line is a JSON object or array."""
+    if not line.lstrip().startswith((b"{", b"[")):
+        return False
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True

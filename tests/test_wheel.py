@@ -1,0 +1,134 @@
+"""The wheel of the library alone: what is in it, that it imports with the core dependencies, and what its command says
+when packages of an extra are missing."""
+
+import email
+import importlib.metadata
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CORE = {"jax", "numpy", "jaxtyping"}
+COMMANDS = ("train", "generate", "import", "export", "plan", "compile")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """What `pip wheel . --no-deps` makes. Of a copy, for setuptools leaves a folder beside the sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    nothing = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "striped_attention", source / "striped_attention", ignore=nothing)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    build = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_the_wheel_holds_the_library_and_nothing_else(wheel):
+    with zipfile.ZipFile(wheel) as packed:
+        names = [name for name in packed.namelist() if ".dist-info/" not in name]
+        (metadata,) = (name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
+        needs = email.message_from_bytes(packed.read(metadata)).get_all("Requires-Dist")
+        entries = packed.read(metadata.replace("METADATA", "entry_points.txt")).decode()
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "striped_attention").rglob("*.py")}
+    assert set(names) == {*modules, "striped_attention/py.typed"}
+    assert {re.match(r"[\w-]+", need)[0] for need in needs if "extra ==" not in need} == CORE
+    assert "striped = striped_attention.cli:main" in entries
+
+
+def packages(distributions):
+    """The top-level modules of these distributions and of all that they cannot do without."""
+    needed, left = set(), list(distributions)
+    while left:
+        name = left.pop()
+        needed.add(name)
+        for text in importlib.metadata.requires(name) or ():
+            other = re.sub("[_.]", "-", re.match(r"[\w.-]+", text)[0]).lower()
+            if ";" not in text and other not in needed:
+                left.append(other)
+    found = importlib.metadata.packages_distributions()
+    return {module for module, of in found.items() if needed & {re.sub("[_.]", "-", name).lower() for name in of}}
+
+
+# Runs with the wheel in front and modules outside of `allowed` (all, if that is None) or in `missing` not installed.
+CODE = """
+import contextlib, importlib, io, json, sys
+
+wheel, allowed, missing, commands = json.loads(sys.argv[1])
+
+class Only:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        top = name.split(".")[0]
+        known = allowed is None or top in allowed or top in sys.stdlib_module_names or top.startswith("_sysconfigdata")
+        if top in missing or not known:
+            return None
+        return self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = map(Only, sys.meta_path)
+sys.path.insert(0, wheel)
+import striped_attention
+from striped_attention.cli import main
+
+assert striped_attention.__file__.startswith(wheel), striped_attention.__file__
+said = []
+for command in commands:
+    with contextlib.redirect_stderr(io.StringIO()) as error:
+        said.append((main(command), error.getvalue()))
+print(json.dumps([said, sorted({name.split(".")[0] for name in sys.modules})]))
+"""
+
+
+def run(wheel, commands, allowed=None, missing=()):
+    """What each command says, with its exit code, and the modules that were imported for it."""
+    asked = json.dumps([str(wheel), allowed, missing, commands])
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, asked], env={"PATH": ""}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_with_the_core_dependencies_it_imports_and_the_command_says_what_to_install(wheel):
+    allowed = [*packages(CORE), "striped_attention"]
+    assert {"jaxlib", "ml_dtypes"} <= set(allowed)
+    assert not {"tyro", "optax", "orbax", "rich", "torch"} & set(allowed)
+    said, _ = run(wheel, [[], ["--help"], *([name] for name in COMMANDS)], allowed)
+    for command, (code, error) in zip([None, None, *COMMANDS], said, strict=True):
+        extra = "tpu" if command == "compile" else "train"
+        assert (code, error) == (
+            2,
+            f"striped: the command needs the package tyro: pip install 'striped-attention[{extra}]'\n",
+        )
+
+
+@pytest.mark.parametrize(
+    ("missing", "command"),
+    [
+        ("optax", ["train"]),
+        ("orbax", ["generate", "--model", ".", "--prompt", "a"]),
+        ("tokenizers", ["export", "--model", ".", "--output", "hub"]),
+    ],
+)
+def test_a_package_of_an_extra_that_is_missing_is_named(wheel, missing, command):
+    ((code, error),), modules = run(wheel, [command], missing=[missing])
+    assert missing not in modules
+    assert (code, error) == (
+        2,
+        f"striped: the command needs the package {missing}: pip install 'striped-attention[train]'\n",
+    )
