@@ -186,8 +186,10 @@ def test_a_failed_read_ends_the_reads_beside_it(tmp_path):
     with pytest.raises(Exception, match="error while reading array"):
         storage.read_arrays(tmp_path / "state", wanted)
     left = nothing_is_left()
-    for path in slow:  # lets those go who wait for somebody to write
-        os.close(os.open(path, os.O_RDWR))
+    for path in slow:  # lets those go who wait for somebody to write, and those who come later find nothing to wait for
+        writer = os.open(path, os.O_RDWR)
+        path.unlink()
+        os.close(writer)
     assert left
 
 
