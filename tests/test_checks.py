@@ -200,6 +200,8 @@ def test_positions_of_a_prompt_are_checked():
     assert np.isfinite(sa.prefill_attention(x, x, x, cache, positions=later)[0]).all()
     with pytest.raises(ValueError, match="not in the order of striped"):
         sa.prefill_attention(x, x, x, cache, positions=np.stack([order] * 2))  # not after what is in the cache
+    with pytest.raises(ValueError, match=r"shape \[8\] or \[2, 8\] for this batch; got int32\(3, 8\)"):
+        sa.prefill_attention(x, x, x, cache, positions=np.stack([order] * 3))
     wrong = jnp.asarray(cache.lengths)[:, None] + jnp.arange(8)
     assert np.isnan(jax.jit(lambda p: sa.prefill_attention(x, x, x, cache, positions=p)[0])(wrong)).all()
 

@@ -46,6 +46,18 @@ def log_unless(ok: Any, explain: Callable[..., str], *values: Any) -> None:
     jax.debug.callback(look, ok, *values)
 
 
+def check_shape(positions: Any, batch: int, slots: int) -> Any:
+    """Positions as an array; raises unless they are whole numbers, one for each slot, for all sequences or for each."""
+    positions = positions if isinstance(positions, jax.Array) else np.asarray(positions)
+    fits = positions.shape in ((slots,), (1, slots), (batch, slots))
+    if not fits or not jnp.issubdtype(positions.dtype, jnp.integer):
+        raise ValueError(
+            f"positions must be whole numbers, one for each of the {slots} slots, shape [{slots}] or [{batch}, {slots}]"
+            f" for this batch; got {positions.dtype}{positions.shape}."
+        )
+    return positions
+
+
 def check_positions(
     positions: Any, expected: Any, batch: int, length: Any, layout: Layout, devices: int
 ) -> Array | None:
@@ -54,14 +66,7 @@ def check_positions(
     `expected` is [slots], `positions` [slots] or [batch, slots], `length` a number or [batch, 1]. None if all is known
     and right; raises if all is known and wrong.
     """
-    positions = positions if isinstance(positions, jax.Array) else np.asarray(positions)
-    slots = expected.shape[0]
-    fits = positions.shape in ((slots,), (1, slots), (batch, slots))
-    if not fits or not jnp.issubdtype(positions.dtype, jnp.integer):
-        raise ValueError(
-            f"positions must be whole numbers, one for each of the {slots} slots, shape [{slots}] or [{batch}, {slots}]"
-            f" for this batch; got {positions.dtype}{positions.shape}."
-        )
+    positions = check_shape(positions, batch, expected.shape[0])
     explain = functools.partial(_explain, layout=layout, devices=devices)
     if not is_traced(positions, expected, length):
         positions, length = np.asarray(positions), np.asarray(length)
