@@ -63,7 +63,8 @@ def attention(
       bias: `alibi(slopes)` or `relative_bias(table)`, added to the scores.
       sinks: one logit per head that takes part in the softmax and has no value (attention sinks).
       kernel: "auto", "xla" (plain JAX: everything, everywhere), "cudnn" (NVIDIA GPUs) or "pallas_tpu" (TPUs). What
-        "auto" takes, the fastest that can do what is asked, it says through `logging`, at level INFO.
+        "auto" takes, the fastest that can do what is asked, it says through `logging`, at level INFO; where that is a
+        slow one on a GPU or TPU, a `SlowKernelWarning` says why.
       tile: the kernel's tile, queries × keys, or one number for a square; the kernel knows a good default.
       length: the number of real tokens, when the arrays were padded; what lies past it is never seen. A `documents`
         mask knows it already, unless the arrays were padded further than they need.
@@ -182,14 +183,17 @@ def attention_shard(
 
 @contextlib.contextmanager
 def _forward_mode_refused() -> Iterator[None]:
-    """Say what to do instead where JAX finds no forward-mode derivative. Under an outer `jit` it finds out later."""
+    """Say what to do instead where JAX finds no forward-mode derivative.
+
+    Under an outer `jit`, and for `jax.linearize`, JAX finds out after this call, and raises a TypeError of its own.
+    """
     try:
         yield
     except (TypeError, NotImplementedError) as error:
         if not any(word in str(error) for word in ("forward-mode", "custom_lin", "'Unhashable'")):
             raise
         raise NotImplementedError(
-            "Forward-mode derivatives of attention (jax.jvp, jax.jacfwd, jax.linearize of it) are not supported. Use "
+            "Forward-mode derivatives of attention (jax.jvp, jax.jacfwd of it) are not supported. Use "
             "jax.grad or jax.vjp; for products with a Hessian jax.jvp(jax.grad(f), (x,), (v,)), with kernel='xla'."
         ) from error
 

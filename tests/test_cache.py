@@ -316,6 +316,13 @@ def test_what_the_kernel_for_gpus_leaves_to_the_plain_one(monkeypatch):
     assert not any(can(**other) for other in others)
     monkeypatch.setattr(jax, "__version__", "0.13.0")
     assert not can()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    kernel_few._warn_without_triton.cache_clear()
+    with pytest.warns(
+        sa.SlowKernelWarning, match=r"a kernel for JAX before 0\.13, by Pallas for Triton; this is JAX 0\.13"
+    ):
+        assert not can()
+    assert not can(), "told once"
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -198,8 +198,12 @@ def test_positions_of_a_prompt_are_checked():
     _, cache = sa.prefill_attention(x, x, x, cache, positions=np.stack([order] * 2), counts=jnp.array([8, 5]))
     later = np.asarray(cache.lengths)[:, None] + order
     assert np.isfinite(sa.prefill_attention(x, x, x, cache, positions=later)[0]).all()
-    with pytest.raises(ValueError, match="not in the order of striped"):
+    off = "Every position is 8 too small: slot 0 holds position 0, and the layout puts 8 there"
+    with pytest.raises(ValueError, match=off):
         sa.prefill_attention(x, x, x, cache, positions=np.stack([order] * 2))  # not after what is in the cache
+    unpermuted = "not in the order of striped.* slot 1 holds position 9, and the layout puts 12 there.*nothing was perm"
+    with pytest.raises(ValueError, match=unpermuted):
+        sa.prefill_attention(x, x, x, cache, positions=np.asarray(cache.lengths)[:, None] + np.arange(8, dtype="int32"))
     with pytest.raises(ValueError, match=r"shape \[8\] or \[2, 8\] for this batch; got int32\(3, 8\)"):
         sa.prefill_attention(x, x, x, cache, positions=np.stack([order] * 3))
     wrong = jnp.asarray(cache.lengths)[:, None] + jnp.arange(8)

@@ -187,7 +187,11 @@ def with_tokenizer(folder, outside, how):
     elif how == "link":
         (folder / "tokenizer.json").symlink_to(outside)
     else:
-        shutil.copy(outside, folder / "tokenizer.json")
+        (folder / "inside").mkdir()
+        own = folder / ("inside/tokenizer.json" if how == "beside a link" else "tokenizer.json")
+        shutil.copy(outside, own)
+        if how == "beside a link":
+            (folder / "tokenizer.json").symlink_to("inside/tokenizer.json")
         (folder / "tokenizer_config.json").symlink_to(outside)
 
 
@@ -198,6 +202,7 @@ def with_tokenizer(folder, outside, how):
         ("dots", "must lie in its folder, but .*tokenizer.json is a link to .*secret.*--tokenizer"),
         ("link", "must lie in its folder, but .*tokenizer.json is a link to .*secret.*--tokenizer"),
         ("beside", "must lie in its folder, but .*tokenizer_config.json is a link to .*secret"),
+        ("beside a link", "must lie in its folder, but .*tokenizer_config.json is a link to .*secret"),
     ],
 )
 def test_no_file_of_this_machine_is_published_because_a_run_says_so(trained, capsys, tmp_path, how, message):
@@ -210,7 +215,7 @@ def test_no_file_of_this_machine_is_published_because_a_run_says_so(trained, cap
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(f"striped: The (tokenizer|files) of a run {message}", line)
     assert not (tmp_path / "hub").exists()
-    if how != "beside":  # which only belongs to what is published
+    if not how.startswith("beside"):  # which only belongs to what is published
         assert generate(capsys, "--model", folder, "--prompt", "a") == (2, "", line + "\n")
     else:
         assert cli.main([*export, "--tokenizer", str(folder / "tokenizer.json")]) == 2, "nor with this one's files"

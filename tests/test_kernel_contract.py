@@ -1,7 +1,7 @@
 """The contract that every kernel must pass: one block, forward and backward, against the oracle.
 
 Every kernel of the list runs here, on a CPU, by all of its emulations. A case that a kernel refuses by `unsupported`
-must be refused with a reason; all others must be exact. No kernel is named.
+must be refused with a reason; all others must be exact. None of them is named.
 """
 
 import dataclasses

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from striped_bench.bench import problem
 from striped_bench.bench.blocks import replay
 
 import striped_attention as sa
 from striped_attention.core.layout import Runs
 from striped_attention.core.oracle import dense_partial
 from striped_attention.errors import UsageError
-from striped_attention.kernels import cudnn
+from striped_attention.kernels import cudnn, xla
 from striped_attention.kernels.choice import choose
 from striped_attention.kernels.contract import Pattern, make_request
 from striped_attention.kernels.cudnn import binding, kernel, pieces
@@ -249,3 +250,22 @@ def test_training_deals_single_tokens_to_cudnn(monkeypatch):
         assert trainer.choose(config, sizes, True, "gpu") == "xla"
     with pytest.raises(UsageError, match="not documents"):
         trainer.choose(dataclasses.replace(config, kernel="cudnn"), sizes, True, "gpu")
+
+
+@pytest.mark.parametrize(("layout", "members"), [(sa.contiguous(), 2), (sa.striped(), 2), (sa.striped(), 8)], ids=repr)
+def test_what_rounding_partial_results_costs(layout, members):
+    """cuDNN rounds the results of every block, other kernels do not. Everything else is float32 here."""
+    inputs = problem.make_inputs(1024, problem.Shape(2, 1, 64, "bfloat16"))
+    _, *truth = problem.oracle(inputs, rows=np.arange(1024))
+
+    def errors(kernel):
+        found = replay(*map(jnp.asarray, inputs), kernel=kernel, layout=layout, mask=sa.causal(), members=members)
+        apart = (np.asarray(x, np.float64) - y for x, y in zip(found, truth, strict=True))
+        return np.array([np.sqrt(np.mean(x**2) / np.mean(y**2)) for x, y in zip(apart, truth, strict=True)])
+
+    plain = errors(xla)
+    assert plain.max() < 0.0017, "the last rounding's alone"
+    with cudnn.emulated():
+        ratios = errors(cudnn) / plain
+    print(f"{members} members, {layout}: " + " ".join(f"{ratio:.2f}" for ratio in ratios))
+    assert ((ratios > 1) & (ratios < 1.6)).all()

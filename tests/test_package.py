@@ -2,6 +2,7 @@
 
 import json
 import os
+import pkgutil
 import re
 import subprocess
 import sys
@@ -87,3 +88,16 @@ def test_the_quickstart_checks_itself_and_shows_the_work_of_each_device():
     assert "equals the oracle" in text
     for layout in ("contiguous", "striped", "zigzag"):
         assert layout in text
+
+
+def test_names_of_modules_in_the_documents_exist():
+    """Dotted ones, like striped_attention.core.mask, and paths of files."""
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*")]
+    text = "\n".join(path.read_text() for path in documents if path.is_file())
+    names = set(re.findall(r"\bstriped_(?:attention|bench)(?:\.\w+)+", text))
+    assert len(names) > 3
+    for name in sorted(names):
+        assert pkgutil.resolve_name(name) is not None
+    files = set(re.findall(r"\b(?:striped_attention|benchmarks|tests|docs|examples)/[\w/.]+\.\w+", text))
+    assert len(files) > 10
+    assert [name for name in sorted(files) if not (ROOT / name).exists()] == []

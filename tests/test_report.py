@@ -293,8 +293,8 @@ def test_a_command_without_its_package_says_in_one_line_how_to_install_it(packag
     uninstall(package)
     assert main(command) == 2
     said = capsys.readouterr().err
-    clone = ", or in a clone pip install -e benchmarks" if package == "striped_bench" else ""
-    how = f"pip install 'striped-attention[{extra}]'{clone}"
+    clone = "in a clone pip install -e . -e benchmarks, elsewhere " if extra != "train" else ""
+    how = f"{clone}pip install 'striped-attention[{extra}]'"
     assert said == f"striped: the command needs the package {package}: {how}\n"
 
 

@@ -268,7 +268,8 @@ def test_one_line_of_json_lines_is_known_by_its_name(tmp_path):
     [
         ("x.txt", b"\xef\xbb\xbf" + b'{"text": "one"}\n' * 3),  # with the mark that some editors write
         ("x.jsonl", b'["one", 2]\n["two", 3]\n'),
-        ("x.ndjson", b'// made by hand\n{"text": "one"}\n'),
+        ("x.ndjson", b"// made by hand\n" * 20 + b'{"text": "one"}\n'),
+        ("y.jsonl", b'"one"\n"two"\n'),
     ],
 )
 def test_json_lines_in_disguise(tmp_path, name, content):

@@ -282,5 +282,7 @@ def test_derivatives_that_are_not_supported_say_so():
     loss = lambda x: sa.attention(x, x, x, **where).sum()  # noqa: E731
     with pytest.raises(NotImplementedError, match=r"Forward-mode derivatives.*Use jax\.grad or jax\.vjp"):
         jax.jvp(loss, (x,), (x,))
+    with pytest.raises(TypeError, match="forward-mode"):  # by JAX itself, where it finds out after this library's part
+        jax.jvp(jax.jit(loss), (x,), (x,))
     with pytest.raises(NotImplementedError, match=r"jax\.grad of jax\.grad are not supported.*jax\.jvp\(jax\.grad"):
         jax.grad(lambda x: jax.grad(loss)(x).sum())(x)

@@ -69,7 +69,7 @@ def _missing(error: ModuleNotFoundError, command: str | None) -> int:
     if package == __package__.split(".")[0]:
         raise error  # a mistake of ours, and nothing to install
     how = f"pip install 'striped-attention[{_EXTRAS.get(command or '', 'train')}]'"
-    if package == "striped_bench":
-        how += ", or in a clone pip install -e benchmarks"
+    if command in ("bench", "report"):
+        how = f"in a clone pip install -e . -e benchmarks, elsewhere {how}"
     print(f"striped: the command needs the package {package}: {how}", file=sys.stderr)
     return 2

@@ -46,30 +46,25 @@ def log_unless(ok: Any, explain: Callable[..., str], *values: Any) -> None:
     jax.debug.callback(look, ok, *values)
 
 
-def check_shape(positions: Any, batch: int, slots: int) -> Any:
-    """Positions as an array; raises unless they are whole numbers, one for each slot, for all sequences or for each."""
+def check_positions(
+    positions: Any, expected: Any, batch: int, length: Any, layout: Layout, devices: int
+) -> Array | None:
+    """Whether the positions of tokens are those that the layout expects, where these are real tokens.
+
+    Both are [slots] or [batch, slots], `length` is a number or [batch, 1]. None if all is known and right; raises if
+    all is known and wrong.
+    """
     positions = positions if isinstance(positions, jax.Array) else np.asarray(positions)
+    slots = expected.shape[-1]
     fits = positions.shape in ((slots,), (1, slots), (batch, slots))
     if not fits or not jnp.issubdtype(positions.dtype, jnp.integer):
         raise ValueError(
             f"positions must be whole numbers, one for each of the {slots} slots, shape [{slots}] or [{batch}, {slots}]"
             f" for this batch; got {positions.dtype}{positions.shape}."
         )
-    return positions
-
-
-def check_positions(
-    positions: Any, expected: Any, batch: int, length: Any, layout: Layout, devices: int
-) -> Array | None:
-    """Whether the positions of tokens are those that the layout expects, where these are real tokens.
-
-    `expected` is [slots], `positions` [slots] or [batch, slots], `length` a number or [batch, 1]. None if all is known
-    and right; raises if all is known and wrong.
-    """
-    positions = check_shape(positions, batch, expected.shape[0])
     explain = functools.partial(_explain, layout=layout, devices=devices)
     if not is_traced(positions, expected, length):
-        positions, length = np.asarray(positions), np.asarray(length)
+        positions, expected, length = (np.asarray(x) for x in (positions, expected, length))
         if not np.all((positions == expected) | (expected >= length)):
             raise ValueError(explain(positions, expected, length))
         return None
@@ -81,16 +76,23 @@ def check_positions(
 
 def _explain(positions: Any, expected: Any, length: Any, *, layout: Layout, devices: int) -> str:
     positions, expected, length = (np.asarray(x) for x in (positions, expected, length))
-    rows = positions.reshape(-1, len(expected))
-    wrong = (rows != expected) & (expected < length.reshape(-1, 1))
+    rows, wanted = np.broadcast_arrays(np.atleast_2d(positions), np.atleast_2d(expected))
+    real = wanted < length.reshape(-1, 1)
+    wrong = (rows != wanted) & real
     row = int(np.argmax(wrong.any(axis=1)))
     slot = int(np.argmax(wrong[row]))
-    order = " ".join(["", describe_order(rows[row])]).rstrip()
+    seen = f"slot {slot} holds position {rows[row, slot]}, and the layout puts {wanted[row, slot]} there."
+    if len(set((rows - wanted)[row, real[row]])) == 1:
+        off = int(rows[row, slot] - wanted[row, slot])
+        return (
+            f"Every position is {abs(off)} too {'large' if off > 0 else 'small'}: {seen} Positions count from the "
+            f"beginning of a sequence; in a cache that holds some of it, from the number of tokens that it holds."
+        )
+    order = " ".join(["", describe_order(rows[row] - (wanted[row].min() if expected.ndim == 2 else 0))]).rstrip()
     return (
-        f"The tokens are not in the order of {layout!r} on {devices} devices: slot {slot} holds position "
-        f"{rows[row, slot]}, and the layout puts {expected[slot]} there.{order} Permute tokens, positions and targets "
-        f"alike, once, with layout.permute(x, mesh=mesh, axis_name=…); where that pads them, pass length= (for a "
-        f"cache counts=), the number of real tokens."
+        f"The tokens are not in the order of {layout!r} on {devices} devices: {seen}{order} Permute tokens, positions "
+        f"and targets alike, once, with layout.permute(x, mesh=mesh, axis_name=…); where that pads them, pass length= "
+        f"(for a cache counts=), the number of real tokens."
     )
 
 

@@ -248,9 +248,9 @@ def export_model(config: ExportConfig) -> None:
     tokenizer = config.tokenizer or _own_tokenizer(source)
     if tokenizer is not None and not tokenizer.is_file():
         raise UsageError(f"--tokenizer {tokenizer} is not a file. Give a Hugging Face tokenizer.json.")
-    if tokenizer is not None and tokenizer.resolve().parent == source.folder.resolve():
+    if tokenizer is not None and tokenizer.parent.resolve().is_relative_to(source.folder.resolve()):
         for name in BESIDE:  # copied with it, so these must lie in the folder as well
-            source.file(name)
+            source.file(tokenizer.parent.resolve() / name)
     weights.export_model(source, config.output, config.dtype, tokenizer, _mesh())
     print(f"{source.model.parameters:,} parameters, {config.dtype}: {config.output}", file=sys.stderr)
 

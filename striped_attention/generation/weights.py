@@ -47,8 +47,8 @@ class Source:
         """The weights, each layer's by themselves, on the mesh."""
         return _read_hub(self, mesh, dtype) if self.step is None else _read_checkpoint(self, mesh, dtype)
 
-    def file(self, name: str) -> pathlib.Path | None:
-        """A file of the folder, None if it is not there.
+    def file(self, name: str | pathlib.Path) -> pathlib.Path | None:
+        """A file of the folder or of one inside it, None if it is not there.
 
         Checkpoints come from strangers too, and a link in one must not make `striped export` publish a file of this
         machine. Downloads of Hugging Face models are links into a cache: those are followed.

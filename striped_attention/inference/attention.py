@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from striped_attention.core.annotations import checks_itself
 from striped_attention.core.arguments import check_arrays, check_options
 from striped_attention.core.bias import Bias
-from striped_attention.core.checks import check_positions, check_shape, poison
+from striped_attention.core.checks import check_positions, poison
 from striped_attention.core.layout import Layout
 from striped_attention.core.mask import causal, full, sliding_window
 from striped_attention.core.partial import Partial, add_sinks, merge, merge_all
@@ -131,9 +131,9 @@ def prefill_attention(
     cache.layout.positions(0, query.shape[1], cache.devices)
     ok = None
     if positions is not None:
-        order = cache.layout.order(query.shape[1], cache.devices)
-        among = jnp.asarray(check_shape(positions, *query.shape[:2])) - cache.lengths[:, None]
-        ok = check_positions(among, order, query.shape[0], counts[:, None], cache.layout, cache.devices)
+        order, held = cache.layout.order(query.shape[1], cache.devices), cache.lengths[:, None]
+        expected, length = held + order, held + counts[:, None]
+        ok = check_positions(positions, expected, query.shape[0], length, cache.layout, cache.devices)
     options = dict(scale=scale, softcap=softcap, kernel=kernel, tile=tile)
     out, cache = _prefill((query, key, value), cache, counts, bias, sinks, options=tuple(options.items()))
     return poison(out, ok), cache

@@ -143,8 +143,8 @@ def plan(
 
     Args:
       mask: causal by default; a mask with documents must be made for this length.
-      hardware: a name of `hardware.HARDWARE`, or figures of your own.
-      model: a name of `model.PRESETS`, or a shape of your own.
+      hardware: a name in `striped_attention.runtime.hardware.HARDWARE`, or figures of your own.
+      model: a name in `striped_attention.models.llama.PRESETS`, or a shape of your own.
       layouts: what to compare; contiguous always is. Default: stripes of 1, 256 and 1024, and zigzag.
       batch: sequences of a step, each of them spread over all devices.
       kernel: `auto` is the fastest that can do what a layout needs.

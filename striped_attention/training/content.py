@@ -41,6 +41,7 @@ KINDS = (
 )
 TAR, TAR_AT = b"ustar", 257  # what stands in a tar archive, and at which byte
 LINES = 8  # of a file that are looked at to tell JSON lines from text
+MORE_LINES = 1000  # where its name says so; the first ones may be remarks
 
 
 def check_text(path: pathlib.Path, content: bytes) -> None:
@@ -72,20 +73,20 @@ def _kind(content: bytes, otherwise: str, advice: str) -> tuple[str, str]:
 
 
 def _json_lines(path: pathlib.Path, content: bytes) -> bool:
-    """Whether every line is a JSON object or array; any of the first ones, where the name says so.
+    """Whether every line is a JSON object or array; any of the first ones, or a JSON string, where the name says so.
 
     A single line may be any small JSON file.
     """
     lines = (line for line in io.BytesIO(content.removeprefix(codecs.BOM_UTF8)) if line.strip())
-    first = list(itertools.islice(lines, LINES))
     if path.suffix in (".jsonl", ".ndjson"):
-        return any(map(_is_record, first))
+        return any(_is_record(line, (b"{", b"[", b'"')) for line in itertools.islice(lines, MORE_LINES))
+    first = list(itertools.islice(lines, LINES))
     return len(first) >= 2 and all(map(_is_record, first))
 
 
-def _is_record(line: bytes) -> bool:
-    """Whether a line is a JSON object or array."""
-    if not line.lstrip().startswith((b"{", b"[")):
+def _is_record(line: bytes, starts: tuple[bytes, ...] = (b"{", b"[")) -> bool:
+    """Whether a line is a JSON object or array, or what else starts like this."""
+    if not line.lstrip().startswith(starts):
         return False
     try:
         json.loads(line)
