@@ -1,0 +1,91 @@
+"""Walk: in which order a thread block visits the tiles that its queries, or its keys, need.
+
+An item of work is a tile of queries and the key tiles that some of them see (forward, dq), or a tile of keys and the
+query tiles that see some of them (dk, dv). Ranges are monotone, so these are neighbours:
+
+    first          inner_first                inner_last           last
+      | mask needed |  every pair is visible      | mask needed     |
+
+A walk takes the tiles at both edges first, then the inner ones: two loops, one with a mask and one without. Items are
+sorted by their number of tiles, the longest first, so that no long one is left for the end.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from striped_attention.kernels.tiles import Spans, tile_spans
+
+FIELDS = 8  # numbers of an item
+
+
+class Walk(NamedTuple):
+    """An item: its sequence, its own tile, and what to add to a step's number for the number of the tile to visit.
+
+    Steps before `edge` are at the first edge, before `masked` at the second, before `steps` inside.
+    """
+
+    batch: Any
+    own: Any
+    first: Any
+    edge: Any
+    second: Any
+    masked: Any
+    inner: Any
+    steps: Any
+
+    def tile(self, step: Any) -> Any:
+        """The tile of a step."""
+        after = jnp.where(step < self.masked, self.second, self.inner)
+        return step + jnp.where(step < self.edge, self.first, after)
+
+    def visit(self, turn: Any, times: int) -> tuple[Any, Any]:
+        """A walk made several times, masked tiles of all of them first: which one a turn belongs to, and its step."""
+        if times == 1:
+            return jnp.int32(0), turn
+        inner_turn = turn - times * self.masked
+        outside = inner_turn < 0
+        turn = jnp.where(outside, turn, inner_turn)
+        count = jnp.maximum(jnp.where(outside, self.masked, self.steps - self.masked), 1)
+        which = lax.div(turn, count)
+        return which, turn - which * count + jnp.where(outside, 0, self.masked)
+
+
+def read(ref: Any, item: Any) -> Walk:
+    """An item, inside a kernel."""
+    return Walk(*(ref[item * FIELDS + i] for i in range(FIELDS)))
+
+
+def by_queries(start: Array, end: Array, batch: int, tile: tuple[int, int]) -> Int[Array, " numbers"]:
+    """The items of a block's tiles of queries."""
+    return _items(tile_spans(start, end, *tile), batch)
+
+
+def by_keys(start: Array, end: Array, keys: int, batch: int, tile: tuple[int, int]) -> Int[Array, " numbers"]:
+    """The items of a block's tiles of keys. Whoever starts early enough comes first, whoever ends late enough last."""
+    queries, (tile_q, tile_k) = start.shape[1], tile
+    begin = jnp.arange(0, keys, tile_k, dtype=jnp.int32)
+    count = lambda bounds, key: jnp.searchsorted(bounds, key).astype(jnp.int32)  # noqa: E731
+    before = jax.vmap(count, in_axes=(0, None))
+    most, least = before(start, begin + tile_k), before(end, begin + 1)  # queries [least, most) may see some keys
+    all_most, all_least = before(start, begin + 1), before(end, begin + tile_k)  # [all_least, all_most) see all keys
+    first, last = least // tile_q, -(-most // tile_q)
+    last = jnp.where(least < most, last, first)
+    inner_first = jnp.clip(-(-all_least // tile_q), first, last)
+    # A tile that reaches past the last query is masked.
+    inner_last = jnp.clip(jnp.minimum(all_most, queries) // tile_q, inner_first, last)
+    return _items(Spans(first, inner_first, inner_last, last), batch)
+
+
+def _items(spans: Spans, batch: int) -> Int[Array, " numbers"]:
+    first, inner_first, inner_last, last = spans
+    edge = inner_first - first
+    masked = edge + last - inner_last
+    sequence, own = jnp.arange(batch)[:, None], jnp.arange(first.shape[1])[None]
+    fields = Walk(sequence, own, first, edge, inner_last - edge, masked, inner_first - masked, last - first)
+    numbers = [jnp.broadcast_to(x, (batch, first.shape[1])).reshape(-1).astype(jnp.int32) for x in fields]
+    longest_first = jnp.argsort(-numbers[-1], stable=True)
+    return jnp.stack(numbers, axis=-1)[longest_first].reshape(-1)
