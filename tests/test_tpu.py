@@ -16,6 +16,7 @@ import striped_attention as sa
 from striped_attention import cli
 from striped_attention.compiling.topology import TPUS, describe
 from striped_attention.errors import UsageError
+from striped_attention.kernels import choice
 from striped_attention.kernels.contract import Block
 from striped_attention.kernels.tpu import kernel as kernel_pallas_tpu
 from striped_attention.runtime.schedule import transfers
@@ -122,8 +123,12 @@ def test_the_papers_larger_model(tmp_path, capsys):
     assert all(transfer["hidden"] for transfer in said["result"]["transfers"])
 
 
-def test_what_does_not_fit_is_said(tmp_path, capsys):
-    out, said = compile_step(capsys, tmp_path, "--topology v5e:2x2 --preset 1b --length 4M")
+def test_what_does_not_fit_is_said(tmp_path, capsys, monkeypatch):
+    """And that a device has more tokens than the kernel for TPUs can list tiles of."""
+    monkeypatch.setattr(choice, "_warned", set())
+    with pytest.warns(sa.SlowKernelWarning, match="It lists at most 250,000 tiles"):
+        out, said = compile_step(capsys, tmp_path, "--topology v5e:2x2 --preset 1b --length 4M")
+    assert said["kernel"] == "xla"
     assert "It does not fit: " in out
     assert not said["result"]["fits"]
     assert said["result"]["memory"] > said["result"]["available"] > 14e9
