@@ -1,7 +1,9 @@
 """The kernel `hopper`: NVIDIA Hopper GPUs, by Pallas for Mosaic GPU. Not yet among the kernels that `choose` knows.
 
 kernel     blocks, as the contract has them
-pallas     the three Pallas kernels: forward, dq, and dk with dv
+forward    the Pallas kernel for out and lse
+backward   the Pallas kernels for dq, and for dk and dv
+parts      what they share
 walk       the tiles that a thread block visits, and in which order
 emulation  the kernels in Pallas's interpreter, for tests on a CPU
 

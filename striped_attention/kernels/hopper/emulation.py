@@ -7,7 +7,7 @@ NPROC=16 in the environment. Products are plain ones: the interpreter's tensor c
 import contextlib
 from collections.abc import Iterator
 
-from striped_attention.kernels.hopper import pallas
+from striped_attention.kernels.hopper import parts
 
 
 @contextlib.contextmanager
@@ -15,9 +15,9 @@ def emulated() -> Iterator[None]:
     """A context in which the kernel runs on a CPU."""
     from jax._src.pallas.mosaic_gpu.interpret import params  # public from JAX 0.11.2 on
 
-    pallas.emulating = True
+    parts.emulating = True
     try:
         with params.force_gpu_interpret_mode(params.InterpretGPUParams()):
             yield
     finally:
-        pallas.emulating = False
+        parts.emulating = False

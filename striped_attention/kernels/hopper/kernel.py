@@ -1,4 +1,5 @@
-"""The kernel `hopper`: blocks on NVIDIA Hopper GPUs (H100, H200). The Pallas kernels themselves are in `pallas.py`.
+"""The kernel `hopper`: blocks on NVIDIA Hopper GPUs (H100, H200). The Pallas kernels are in `forward.py` and
+`backward.py`.
 
 It takes ranges of keys as they are, so it does all masks, layouts and stripes: tiles that nobody sees are never
 fetched, and only those at the edges of ranges are masked. Partial results are float32.
@@ -15,7 +16,7 @@ from jaxtyping import Array, Float
 from striped_attention.core.bias import Bias
 from striped_attention.core.partial import Partial
 from striped_attention.kernels.contract import Block
-from striped_attention.kernels.hopper import pallas, walk
+from striped_attention.kernels.hopper import backward, forward, parts, walk
 
 WIDTH = 64  # heads are widened to a multiple of this
 
@@ -23,14 +24,14 @@ WIDTH = 64  # heads are widened to a multiple of this
 def attend(q: Float[Array, "batch queries heads dim"]) -> Callable[..., Partial]:
     """Forward pass; see `contract.py`."""
     queries = q.shape[1]
-    padded = _widen(_whole(q, pallas.TILE))
+    padded = _widen(_whole(q, parts.TILE))
 
     def run(k: Array, v: Array, block: Block) -> Partial:
         tile_k = _key_tile(k.shape[-1], v.shape[-1])
         bounds = _bounds(block, padded.shape[1])
-        items = walk.by_queries(bounds[:, 0], bounds[:, 1], q.shape[0], (pallas.TILE, tile_k))
+        items = walk.by_queries(bounds[:, 0], bounds[:, 1], q.shape[0], (parts.TILE, tile_k))
         keys, values = (_widen(_whole(x, tile_k)) for x in (k, v))
-        out, lse = pallas.forward(
+        out, lse = forward.forward(
             padded, keys, values, items, bounds, *_bias(block, padded, keys), _scores(block), tile_k
         )
         return Partial(out[:, :queries, :, : v.shape[-1]], jnp.swapaxes(lse, 1, 2)[:, :queries])
@@ -48,19 +49,19 @@ def attend_grad(
     queries = q.shape[1]
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
     powers = jnp.where(jnp.isneginf(lse), 0, lse) * math.log2(math.e)
-    stats = _whole(jnp.stack([powers, delta], axis=2), pallas.TILE)  # [batch, queries, 2, heads]
+    stats = _whole(jnp.stack([powers, delta], axis=2), parts.TILE)  # [batch, queries, 2, heads]
     stats = jnp.transpose(stats, (0, 3, 2, 1))
-    padded, grads = (_widen(_whole(x.astype(q.dtype), pallas.TILE)) for x in (q, dout))
+    padded, grads = (_widen(_whole(x.astype(q.dtype), parts.TILE)) for x in (q, dout))
 
     def run(k: Array, v: Array, block: Block) -> tuple[Array, Array, Array, Bias | None]:
         bounds = _bounds(block, padded.shape[1])
-        ranges, tile = (bounds[:, 0], bounds[:, 1]), (pallas.TILE, pallas.ROWS)
-        keys, values = (_widen(_whole(x, pallas.TILE)) for x in (k, v))
+        ranges, tile = (bounds[:, 0], bounds[:, 1]), (parts.TILE, parts.ROWS)
+        keys, values = (_widen(_whole(x, parts.TILE)) for x in (k, v))
         arrays = (padded, keys, values, grads, stats)
-        rest = (bounds, *_bias(block, padded, keys), _scores(block), pallas.ROWS)
-        dq, *dslopes = pallas.query_grads(*arrays, walk.by_queries(*ranges, q.shape[0], tile), *rest)
+        rest = (bounds, *_bias(block, padded, keys), _scores(block), parts.ROWS)
+        dq, *dslopes = backward.query_grads(*arrays, walk.by_queries(*ranges, q.shape[0], tile), *rest)
         items = walk.by_keys(*ranges, keys.shape[1], q.shape[0], tile[::-1])
-        dk, dv = pallas.key_grads(*arrays, items, *rest)
+        dk, dv = backward.key_grads(*arrays, items, *rest)
         dbias = None if block.bias is None else Bias(slopes=jnp.sum(dslopes[0], axis=(0, 2)))
         dq, dk, dv = dq[:, :queries, :, : q.shape[-1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
         return dq, dk[..., : k.shape[-1]], dv[..., : v.shape[-1]], dbias
@@ -73,8 +74,8 @@ def _key_tile(dim: int, value_dim: int) -> int:
     return 128 if max(dim, value_dim) <= 128 else 64
 
 
-def _scores(block: Block) -> pallas.Scores:
-    return pallas.Scores(block.scale, block.softcap)
+def _scores(block: Block) -> parts.Scores:
+    return parts.Scores(block.scale, block.softcap)
 
 
 def _bounds(block: Block, queries: int) -> Array:

@@ -1,0 +1,213 @@
+"""Parts: what the kernels share: products, masks and scores of a tile, tiles on their way to and from shared memory."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from striped_attention.kernels.hopper import walk
+from striped_attention.kernels.hopper.walk import Walk
+
+LOG2E = math.log2(math.e)
+ROWS = 64  # of a warpgroup
+TILE = 2 * ROWS  # of a thread block
+COLUMNS = 64  # of a result that are staged in shared memory at a time
+STAGES = 2
+BOTH, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
+
+emulating = False  # whether kernels are traced for the interpreter of Pallas; `emulation.py` sets it
+
+
+@dataclasses.dataclass(frozen=True)
+class Scores:
+    """How products of queries and keys become scores, in powers of two."""
+
+    scale: float
+    softcap: float | None
+
+    def of(self, products: Array, penalty: Array | None) -> tuple[Array, Array | None]:
+        """The scores, and the derivative by the scaled products where it is not 1."""
+        slope = None
+        if self.softcap is None:
+            scores = products * (self.scale * LOG2E)
+        else:
+            # tanh x = 1 - 2 / (1 + exp 2x); the hardware's own tanh has 11 bits.
+            power = jnp.exp2(products * (2 * LOG2E * self.scale / self.softcap))
+            tanh = 1 - 2 / (1 + power)
+            scores, slope = tanh * (self.softcap * LOG2E), 1 - tanh * tanh
+        return (scores if penalty is None else scores - penalty), slope
+
+
+def run(kernel: Any, inputs: Any, results: Any, shared: Any, barriers: Any, heads: int, items: Any) -> Any:
+    """Start a kernel, all heads of an item before the next item. Barriers are (arrivals, how many)."""
+    return plgpu.kernel(
+        kernel,
+        out_type=[jax.ShapeDtypeStruct(*result) for result in results],
+        scratch_types=[*shared, *(plgpu.Barrier(num_arrivals=n, num_barriers=count) for n, count in barriers)],
+        grid=(heads, items.shape[0] // walk.FIELDS),
+        grid_names=("heads", "items"),
+        num_threads=3,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+    )(*inputs)
+
+
+def edges_then_inside(masked: Any, steps: Any, step: Callable[..., Any], carry: Any) -> Any:
+    carry = lax.fori_loop(0, masked, functools.partial(step, masked=True), carry)
+    return lax.fori_loop(masked, steps, functools.partial(step, masked=False), carry)
+
+
+def fetch(steps: Any, copies: Callable[[Any, Any], list[Any]]) -> None:
+    """Fetch the tiles of all steps, each as soon as its slot is free.
+
+    `copies` says for a step and a slot: the barrier to report to, the one that says that the slot is free, and pairs of
+    source and target.
+    """
+
+    def fill(j: Any, slot: Any, wait: bool) -> None:
+        for arrived, used, pairs in copies(j, slot):
+            if wait:
+                plgpu.barrier_wait(used.at[slot])
+            for source, target in pairs:
+                plgpu.copy_gmem_to_smem(source, target, arrived.at[slot])
+
+    for i in range(STAGES):
+        pl.when(i < steps)(functools.partial(fill, jnp.int32(i), i, False))
+
+    @pl.loop(STAGES, steps)
+    def _(j: Any) -> None:
+        fill(j, slot(j), True)
+
+    def wait_for_last(slot: int) -> None:
+        for _, used, _ in copies(jnp.int32(slot), slot):
+            plgpu.barrier_wait(used.at[slot])
+
+    for i in range(STAGES):  # no barrier is left with an arrival that nobody has seen
+        pl.when(i < steps)(functools.partial(wait_for_last, i))
+
+
+def fetch_keys(item: Walk, kv_head: Any, tile: int, key: Any, value: Any, places: Any) -> None:
+    """Fetch the key tiles of a walk.
+
+    `key` and `value` are their refs in global and in shared memory and the barriers for what has arrived and what was
+    used; `places` the refs of the keys' positions, or None.
+    """
+
+    def copies(step: Any, at: Any) -> list[Any]:
+        keys = pl.ds(item.tile(step) * tile, tile)
+        pairs = [[(ref.at[item.batch, keys, kv_head], smem.at[at])] for ref, smem, _, _ in (key, value)]
+        if places is not None:
+            pairs[0].append((places[0].at[keys], places[1].at[at]))
+        return [(ready, used, own) for (_, _, ready, used), own in zip((key, value), pairs, strict=True)]
+
+    fetch(item.steps, copies)
+
+
+def write(x: Array, staged: Any, ref: Any) -> None:
+    """Registers to global memory, some columns at a time, as float32."""
+    for first in range(0, x.shape[1], COLUMNS):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stage is free
+        staged[...] = x[:, first : first + COLUMNS]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staged, ref.at[:, pl.ds(first, COLUMNS)])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory as wgmma wants it."""
+    width = 128 // jnp.dtype(dtype).itemsize
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
+
+
+def slot(step: Any) -> Any:
+    """Where the tile of a step lies, of the stages there are."""
+    return lax.rem(step, jnp.int32(STAGES))
+
+
+def take_turns(turns: Any) -> None:
+    plgpu.barrier_arrive(turns)
+    plgpu.barrier_wait(turns)
+
+
+def cast(x: Array, layout: Any) -> Array:
+    return x if emulating else plgpu.layout_cast(x, layout)
+
+
+def full(shape: tuple[int, ...], value: float, layout: Any) -> Array:
+    return cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def load(ref: Any, layout: Any) -> Array:
+    return cast(ref[...], layout)
+
+
+def across(x: Array, shape: tuple[int, ...], axis: int) -> Array:
+    """A number for each place of an axis, for all of the other."""
+    return lax.broadcast_in_dim(x, shape, [axis])
+
+
+def visible(bounds: Any, first: Any, shape: tuple[int, ...], axis: int) -> Array:
+    """Which pairs of a tile are visible. `axis` is that of the queries; `first` the first of the keys."""
+    low, high = (across(load(bounds.at[i], ROW if axis == 0 else COLUMN), shape, axis) for i in range(2))
+    if emulating:
+        key = lax.broadcasted_iota(jnp.int32, shape, 1 - axis)
+    else:
+        key = plgpu.broadcasted_iota(jnp.int32, shape, 1 - axis, layout=BOTH)
+    key = key + first
+    return (low <= key) & (key < high)
+
+
+def distance(rows: Array, columns: Array) -> Array:
+    shape = (rows.shape[0], columns.shape[0])
+    return jnp.abs(across(rows, shape, 0) - across(columns, shape, 1)).astype(jnp.float32)
+
+
+def penalty(slope: Any, rows: Array, columns: Array) -> Array:
+    """ALiBi's, in powers of two."""
+    return distance(rows, columns) * (slope * LOG2E)
+
+
+def nothing() -> None:
+    """What to do meanwhile, if there is nothing to do."""
+
+
+def product_transposed(a: Any, b: Any, meanwhile: Callable[[], None] = nothing) -> Array:
+    """a · bᵀ of two arrays in shared memory; `meanwhile` is done while the tensor cores are at it."""
+    if emulating:
+        found = plain_product(a[...], b[...].T)
+        meanwhile()
+        return found
+
+    def multiply(acc: Any) -> Array:
+        plgpu.wgmma(acc, a, b.transpose((1, 0)))
+        meanwhile()
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((a.shape[0], b.shape[0]), jnp.float32))
+
+
+def add_product(acc: Array, a: Array, b: Any, meanwhile: Callable[[], None] = nothing) -> Array:
+    """acc + a · b, with `a` in registers and `b` in shared memory."""
+    if emulating:
+        acc = acc + plain_product(a, b[...])
+        meanwhile()
+        return acc
+
+    def multiply(acc: Any) -> None:
+        plgpu.wgmma(acc, a, b)
+        meanwhile()
+
+    return pl.run_state(multiply)(plgpu.ACC.init(acc))
+
+
+def plain_product(a: Array, b: Array) -> Array:
+    """For the interpreter, whose wgmma takes nothing from registers."""
+    return jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
