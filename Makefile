@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup demo test test-newest test-gpu test-tpu coverage lint fuzz bench report clean
+.PHONY: help setup demo test test-newest test-gpu test-gpu-compile test-tpu coverage lint fuzz bench report clean
 
 help:
 	@echo "make demo    train a small model on 8 virtual devices, and see what the stripes are worth"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-newest    the same in .venv-newest, with the newest JAX (PYTHON=python3.12)"
 	@echo "make coverage    run all tests, print which lines and branches they reach, write build/coverage/html"
 	@echo "make test-gpu    the tests that need an NVIDIA GPU      (JAX='jax[cuda13]')"
+	@echo "make test-gpu-compile    compile for eight H200s, on any machine  (downloads JAX's compiler for GPUs, 0.7 GB)"
 	@echo "make test-tpu    compile for TPU pods, on any machine   (installs the extra 'tpu')"
 	@echo "make fuzz    random cases against the oracle           (CASES=10000)"
 	@echo "make bench   layouts and other libraries on this CPU    (installs the extra 'peers', with torch)"
@@ -55,6 +56,16 @@ test-newest:
 test-gpu: setup
 	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -n 0 tests/test_gpu.py \
 	    --results benchmarks/results/gpu_tests.json
+
+# JAX's compiler for GPUs in a folder of its own: in the venv, every start of JAX would look for a GPU.
+build/cuda/ready: $(VENV)/ready
+	rm -rf build/cuda
+	version=$$($(RUN) -c "import jax; print(jax.__version__)") && $(PIP) --no-deps --target build/cuda \
+	    jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version "nvidia-cuda-nvcc>=13,<14" "nvidia-nvvm>=13,<14"
+	@touch $@
+
+test-gpu-compile: setup build/cuda/ready
+	PYTHONPATH=build/cuda $(RUN) -m pytest tests/test_gpu_compile.py
 
 test-tpu: setup
 	$(PIP) "$(JAX)" -e ".[tpu]" -e benchmarks

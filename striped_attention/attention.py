@@ -44,6 +44,7 @@ def attention(
     sinks: Float[Array | np.ndarray, " heads"] | None = None,
     kernel: str = "auto",
     tile: int | tuple[int, int] | None = None,
+    deterministic: bool = False,
     length: int | None = None,
     positions: Int[Array | np.ndarray, "*rows length"] | None = None,
 ) -> Float[Array, "batch length heads dim"]:
@@ -62,10 +63,13 @@ def attention(
       softcap: scores become softcap · tanh(score / softcap).
       bias: `alibi(slopes)` or `relative_bias(table)`, added to the scores.
       sinks: one logit per head that takes part in the softmax and has no value (attention sinks).
-      kernel: "auto", "xla" (plain JAX: everything, everywhere), "cudnn" (NVIDIA GPUs) or "pallas_tpu" (TPUs). What
-        "auto" takes, the fastest that can do what is asked, it says through `logging`, at level INFO; where that is a
-        slow one on a GPU or TPU, a `SlowKernelWarning` says why.
+      kernel: "auto", "xla" (plain JAX: everything, everywhere), "cudnn" (NVIDIA GPUs), "hopper" (H100 and H200; not
+        measured yet, so "auto" does not take it) or "pallas_tpu" (TPUs). What "auto" takes, the fastest that can do
+        what is asked, it says through `logging`, at level INFO; where that is a slow one on a GPU or TPU, a
+        `SlowKernelWarning` says why.
       tile: the kernel's tile, queries × keys, or one number for a square; the kernel knows a good default.
+      deterministic: whether gradients must be the same bits in every run, on the same devices and versions. Kernels
+        that add up in changing order, `cudnn` among them, are not used then. The forward pass always is.
       length: the number of real tokens, when the arrays were padded; what lies past it is never seen. A `documents`
         mask knows it already, unless the arrays were padded further than they need.
       positions: optional, and only checked: the position of the token in every slot, [length] or [batch, length],
@@ -92,7 +96,14 @@ def attention(
         expected = layout.order(query.shape[1], devices)
         ok = check_positions(positions, expected, query.shape[0], length, layout, devices)
     options = dict(
-        axis_name=axis_name, layout=layout, scale=scale, softcap=softcap, kernel=kernel, tile=tile, length=length
+        axis_name=axis_name,
+        layout=layout,
+        scale=scale,
+        softcap=softcap,
+        kernel=kernel,
+        tile=tile,
+        deterministic=deterministic,
+        length=length,
     )
     with _forward_mode_refused():
         out = _on_mesh(
@@ -119,6 +130,7 @@ def attention_shard(
     sinks: Float[Array | np.ndarray, " heads"] | None = None,
     kernel: str = "auto",
     tile: int | tuple[int, int] | None = None,
+    deterministic: bool = False,
     length: int | None = None,
     positions: Int[Array | np.ndarray, "*rows slots"] | None = None,
 ) -> Float[Array, "batch slots heads dim"]:
@@ -164,6 +176,7 @@ def attention_shard(
         length=length,
         bias=bias,
         softcap=softcap,
+        deterministic=deterministic,
         tile=tile,
         platform=platform,
         device_kind=kind,

@@ -69,14 +69,14 @@ def mesh_of(devices: int, name: str = "sequence") -> jax.sharding.Mesh:
 
 
 @functools.lru_cache(maxsize=32)
-def on_mesh(shape: Shape, devices: int, layout: Layout) -> Any:
+def on_mesh(shape: Shape, devices: int, layout: Layout, kernel: str = "auto") -> Any:
     """A compiled function from arrays and a mask to the output and all gradients, in text order."""
 
     def output(arrays: dict[str, Any], mask: Mask) -> Any:
         q, k, v = (layout.permute(arrays[name], devices=devices, axis=1) for name in "qkv")
         out = sa.attention(
             q, k, v, mesh=mesh_of(devices), axis_name="sequence", layout=layout, mask=mask, length=shape.length,
-            tile=shape.tile, **shape.options(arrays),
+            kernel=kernel, tile=shape.tile, **shape.options(arrays),
         )  # fmt: skip
         return layout.restore(out, devices=devices, axis=1, length=shape.length)
 

@@ -32,6 +32,8 @@ if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
     # A process may meet a program that another has not yet written to its end; it compiles it itself, and says so.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:Error reading persistent compilation cache")
+    # Interpreted kernels wait for each other inside of callbacks: they need a thread each, whatever cores there are.
+    os.environ.setdefault("NPROC", "16")
     jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_platforms", "cpu")

@@ -205,3 +205,16 @@ def test_the_answer_does_not_depend_on_the_layout_or_the_devices():
         results.append(layout.restore(np.asarray(out), devices, axis=1))
     for other in results[1:]:
         np.testing.assert_allclose(other, results[0], atol=2e-6)
+
+
+def test_deterministic_gradients_are_the_same_bits():
+    """On a CPU they always are; other kernels may be taken for it elsewhere (tests/test_kernel_hopper.py)."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, 64, 2, 8)).astype("float32")
+    options = dict(mesh=mesh_of(4), axis_name="sequence", layout=sa.striped(), mask=sa.causal())
+
+    def gradients(deterministic):
+        loss = lambda *qkv: (sa.attention(*qkv, deterministic=deterministic, **options) ** 2).sum()  # noqa: E731
+        return jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    for first, second in zip(gradients(True), gradients(False), strict=True):
+        np.testing.assert_array_equal(first, second)

@@ -1,8 +1,6 @@
 """The kernel for Hopper, without a GPU: its walks, its numbers in the interpreter, and that it lowers for GPUs."""
 
-import os
-import pathlib
-import subprocess
+import re
 import sys
 
 import jax
@@ -11,12 +9,19 @@ import numpy as np
 import pytest
 
 import striped_attention as sa
-from striped_attention.kernels.contract import Block
+from striped_attention.kernels import choice, hopper
+from striped_attention.kernels.choice import choose, choose_stripes
+from striped_attention.kernels.contract import Block, make_request
 from striped_attention.kernels.hopper import kernel, walk
-from tests.interpreted_hopper import wide_ranges
-from tests.test_kernel_contract import random_ranges, visible_keys
+from tests.compare import FLOAT32_TOLERANCE, Shape, errors, expected, on_mesh
+from tests.test_kernel_contract import assert_close, kernel_run, oracle, random_ranges, visible_keys
 
-ROOT = pathlib.Path(__file__).parent.parent
+
+def wide_ranges(rng, rows, queries, keys):
+    """Monotone ranges, of which some see everything and some nothing, with tiles inside that need no mask."""
+    start = np.sort(rng.integers(-2 * keys, keys + 20, (rows, queries)).clip(0, keys), axis=-1)
+    end = np.sort(rng.integers(-20, 3 * keys, (rows, queries)).clip(0, keys), axis=-1)
+    return start.astype(np.int32), end.astype(np.int32)
 
 
 def walks(items):
@@ -59,21 +64,44 @@ def test_a_walk_in_rounds_makes_every_step_in_every_round_masked_ones_first(roun
         assert all(step < masked for _, step in made[: rounds * masked])
 
 
-def test_in_the_interpreter_it_is_right():
-    """Ranges, odd sizes, a mask per sequence, grouped heads, ALiBi and softcap, forward and backward."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.interpreted_hopper"],
-        cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("right:") == 2
+@pytest.mark.parametrize(
+    ("shape", "rows", "options"),
+    [
+        ((1, 200, 150, 2, 1, 64, 64), 1, {}),
+        ((2, 100, 190, 1, 1, 40, 40), 2, {"softcap": 2.0, "bias": lambda x: sa.alibi(abs(x[:, 0]) / 100)}),
+        ((1, 60, 150, 1, 1, 192, 128), 1, {"scale": -0.1}),
+        ((1, 130, 200, 1, 1, 256, 256), 1, {}),
+    ],
+    ids=["grouped heads", "a mask per sequence, ALiBi and softcap", "narrower values, odd scale", "wide heads"],
+)
+def test_several_tiles_in_the_interpreter(shape, rows, options):
+    """More of them than the contract's cases have, and wider ones; in bfloat16 as on a GPU."""
+    batch, queries, keys, heads, kv_heads, dim, value_dim = shape
+    rng = np.random.default_rng(0)
+    q, dout = (rng.standard_normal((batch, queries, heads, n)).astype(jnp.bfloat16) for n in (dim, value_dim))
+    k, v = (rng.standard_normal((batch, keys, kv_heads, n)).astype(jnp.bfloat16) for n in (dim, value_dim))
+    inputs = (q, k, v, rng.standard_normal((heads, 8)).astype(np.float32))
+    start, end = wide_ranges(rng, rows, queries, keys)
+    assert (start >= end).any()
+    positions = tuple(np.sort(rng.choice(400, n, replace=False)).astype(np.int32) for n in (queries, keys))
+    with hopper.emulated():
+        found = kernel_run(hopper, None, inputs, start, end, positions, options, dout)
+    assert {x.dtype for x in found} == {np.dtype("float32")}
+    # Probabilities are rounded before they are multiplied with values.
+    assert_close(found, oracle(inputs, start, end, positions, options, dout), 2.0**-7)
 
 
-@pytest.mark.parametrize(("dim", "options"), [(64, {"alibi": True}), (128, {"softcap": 30.0}), (128, {})], ids=str)
+def test_attention_in_the_interpreter():
+    """From the public entry, under shard_map, with packed documents and sinks. The interpreter knows no two devices."""
+    shape = Shape(batch=1, length=300, heads=2, kv_heads=1, dim=16, tile=None, sinks=True)
+    arrays = shape.arrays()
+    mask = sa.documents(np.sort(np.random.default_rng(0).integers(0, 4, (1, 300)), axis=1))
+    with hopper.emulated():
+        found = on_mesh(shape, 1, sa.striped(64), kernel="hopper")(arrays, mask)
+    assert max(errors(found, expected(shape, arrays, mask.dense(300))).values()) <= FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize(("dim", "options"), [(64, {"alibi": True}), (128, {"softcap": 30.0}), (256, {})], ids=str)
 def test_it_lowers_for_gpus(dim, options):
     """For which there need be none here."""
     shape = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
@@ -88,3 +116,60 @@ def test_it_lowers_for_gpus(dim, options):
 
     traced = jax.jit(both).trace(q, k, k, out, lse, out, bounds, bounds, places)
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu") >= 3
+
+
+def request(device="NVIDIA H200", here=False, dtype="bfloat16", dim=128, bias=None, **more):
+    shape = jax.ShapeDtypeStruct((1, 8192, 4, dim), jnp.dtype(dtype))
+    mask = sa.documents(np.zeros((1, 65_536), np.int32))
+    where = dict(mask=mask, layout=sa.striped(128), devices=8, platform="gpu", device_kind=device, here=here)
+    return make_request(shape, shape, bias=bias, **where, **more)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        ({"device": "NVIDIA A100-SXM4-80GB"}, "It runs on GPUs of compute capability 9.0, as an H100 or H200; this is"),
+        ({"dtype": "float32"}, "It computes in bfloat16 or float16; the queries are float32."),
+        ({"dim": 257}, "It needs a head dimension of at most 256; got 257."),
+        ({"bias": sa.relative_bias(jnp.ones((8, 4)), bidirectional=False)}, "It has no bias by a table"),
+        ({"tile": (64, 64)}, "It has tiles of its own: leave out tile."),
+    ],
+    ids=lambda x: str(x)[:30],
+)
+def test_what_it_refuses(asked, reason):
+    with pytest.raises(NotImplementedError, match=re.escape(f"Kernel 'hopper' cannot do this: {reason}")):
+        choose("hopper", request(**asked))
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB", ""])
+def test_it_is_taken_by_name_alone(device, monkeypatch):
+    """Until it has been measured. A slow kernel's warning says that it is there."""
+    assert choose("hopper", request(device)).name == "hopper"
+    assert choose_stripes("hopper", request(device), 8192) == sa.striped(128)
+    assert choose("auto", request(device)).name == "xla"
+    monkeypatch.setattr(choice, "_warned", set())
+    with pytest.warns(
+        sa.SlowKernelWarning, match="'hopper': It could, but its speed has not been measured: try kernel="
+    ):
+        choose("auto", request(device, here=True))
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax.experimental.pallas.mosaic_gpu", None)
+    kernel._unavailable.cache_clear()
+    try:
+        assert choice.refusal("hopper", request()) is None
+        assert choice.refusal("hopper", request(here=True)).endswith("pip install absl-py.")
+    finally:
+        kernel._unavailable.cache_clear()
+
+
+def test_what_is_deterministic():
+    plain = dict(layout=sa.zigzag(), devices=2, platform="gpu", here=False, mask=sa.causal())
+    shape = jax.ShapeDtypeStruct((1, 8192, 4, 128), jnp.bfloat16)
+    assert choose("auto", make_request(shape, shape, **plain)).name == "cudnn"
+    asked = make_request(shape, shape, **plain, deterministic=True)
+    assert choose("auto", asked).name == "xla"
+    assert choose("hopper", asked).name == "hopper"
+    with pytest.raises(NotImplementedError, match="It adds up gradients in an order that changes from run to run"):
+        choose("cudnn", asked)

@@ -113,7 +113,7 @@ def test_lengths_are_written_as_people_write_them(length, tokens):
         (["--devices", "8", "--length", "1M", "--mask", "documents", "--document-length", "0"], "median must be"),
         (["--devices", "8", "--length", "1M", "--hardware", "z80"], "--hardware must be one of a100, h100"),
         (["--devices", "8", "--length", "1M", "--preset", "70b"], "--preset must be one of debug, 1b"),
-        (["--devices", "8", "--length", "1M", "--kernel", "magic"], "--kernel must be one of auto, cudnn, pallas"),
+        (["--devices", "8", "--length", "1M", "--kernel", "magic"], "--kernel must be one of auto, cudnn, hopper"),
         (
             ["--devices", "8", "--length", "1M", "--layouts", "spiral"],
             "--layouts: A layout is written like contiguous, zigzag or striped(256); got",

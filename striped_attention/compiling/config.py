@@ -12,13 +12,13 @@ from striped_attention.training.config import TrainConfig
 class CompileConfig:
     """Compile a training step for a TPU pod or a machine of GPUs that is not here, and say whether it fits.
 
-    The program is the one that `striped train` would run there. Needs no accelerator: for TPUs, the package libtpu. For
-    example: striped compile --topology v4:2x2x4 --preset 1b --length 786432
+    The program is the one that `striped train` would run there. Needs no accelerator: for TPUs, the package libtpu; for
+    GPUs, JAX's plugin. For example: striped compile --topology v4:2x2x4 --preset 1b --length 786432
     """
 
     topology: str
-    """TPUs: v4, v5e, v5p, v6e or tpu7x and the shape of the pod, like v4:2x2x4. GPUs, on a machine that has one: like
-    cuda:1x1x8, slices × machines × GPUs."""
+    """TPUs: v4, v5e, v5p, v6e or tpu7x and the shape of the pod, like v4:2x2x4. GPUs: h100 or h200 and slices, machines
+    and GPUs of each, like h200:1x1x8; or cuda:1x1x8, like the GPU of this machine, which the kernel cudnn needs."""
     length: str = "256k"
     """Tokens of a sequence: a number, or like 256k (× 1024) or 1M (× 1024²)."""
     preset: Literal["debug", "1b", "3b", "7b", "llama3-8b"] = "1b"
@@ -39,6 +39,8 @@ class CompileConfig:
     """Attention kernel, as in `striped train`."""
     tile: Whole = None
     """Side of the kernel's tiles. Default: what suits the kernel."""
+    deterministic: bool = False
+    """The same bits in every run, as in `striped train`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """What the model computes in."""
     remat: Literal["attention", "full", "none"] = "attention"

@@ -1,6 +1,6 @@
 """Topology: machines that are not here, described well enough to compile for them.
 
-The TPU's compiler comes as a Python package, libtpu, and runs on any Linux machine; that of GPUs needs one GPU. What is
+The compilers come as Python packages and run on any Linux machine: libtpu for TPUs, JAX's CUDA plugin for GPUs. What is
 compiled cannot be run, but tells all that a compiler knows: memory, and the order of work and transfers.
 """
 
@@ -13,6 +13,7 @@ import jax
 from jax.experimental import topologies
 
 from striped_attention.errors import UsageError
+from striped_attention.runtime.hardware import HARDWARE
 
 # libtpu looks for a TPU and its cloud unless it is told that there is none.
 _ALONE = {
@@ -25,18 +26,22 @@ _ALONE = {
 # A v4 is asked for as it is used: two cores as one device, four chips a host, and no wires from end to end.
 _V4 = {"chip_config_name": "megacore", "chips_per_host_bounds": (2, 2, 1), "num_slices": 1, "wrap": (False,) * 3}
 TPUS = {"v4": _V4, "v5e": {}, "v5p": {}, "v6e": {}, "tpu7x": {}}
+GPUS = ("h100", "h200")
+_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 def describe(name: str) -> list[Any]:
-    """The devices of a topology such as v4:2x2x4, a pod of 16 TPUs, or cuda:1x1x8, a machine of 8 GPUs."""
+    """The devices of a topology: v4:2x2x4 is a pod of 16 TPUs, h200:1x1x8 a machine of 8 GPUs, cuda:1x1x8 of 8 GPUs
+    like the one that is here.
+    """
     kind, _, shape = name.partition(":")
-    if (kind not in TPUS and kind != "cuda") or not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}", shape):
+    if kind not in (*TPUS, *GPUS, "cuda") or not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}", shape):
         raise UsageError(
-            f"--topology must be one of {', '.join(TPUS)} with its chips, like v4:2x2x4 or v5e:4x4, or cuda with "
-            f"slices, machines and GPUs of each, like cuda:1x1x8; got {name!r}."
+            f"--topology must be one of {', '.join(TPUS)} with its chips, like v4:2x2x4 or v5e:4x4, or one of "
+            f"{', '.join(GPUS)} and cuda with slices, machines and GPUs of each, like h200:1x1x8; got {name!r}."
         )
     try:
-        return list((_gpus(shape) if kind == "cuda" else _tpus(kind, name)).devices)
+        return list((_tpus(kind, name) if kind in TPUS else _gpus(kind, shape)).devices)
     except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, NotImplementedError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"--topology {name} cannot be compiled for here: {first}") from error
@@ -51,5 +56,27 @@ def _tpus(kind: str, name: str) -> Any:
     return topologies.get_topology_desc(platform="tpu", topology_name=name, **TPUS[kind])
 
 
-def _gpus(shape: str) -> Any:
-    return topologies.get_topology_desc(platform="cuda", topology=shape)
+def _gpus(kind: str, shape: str) -> Any:
+    if kind == "cuda":
+        return topologies.get_topology_desc(platform="cuda", topology=shape)
+    if not any(importlib.util.find_spec(name) for name in _PLUGINS):
+        raise UsageError("Compiling for GPUs needs JAX's plugin for them: pip install 'jax[cuda13]'")
+    return topologies.get_topology_desc(platform="cuda", topology=shape, target_config=_target(kind))
+
+
+def _target(kind: str) -> str:
+    """A Hopper GPU in the compiler's words, a text protocol buffer. Sizes of its units are NVIDIA's tuning guide's."""
+    device = HARDWARE[kind]
+    return f"""
+        platform_name: "CUDA"
+        device_description_str: "NVIDIA {kind.upper()}"
+        dnn_version_info {{ major: 9 minor: 8 }}
+        gpu_device_info {{
+            cuda_compute_capability {{ major: 9 minor: 0 }}
+            core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+            threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+            registers_per_core_limit: 65536 registers_per_block_limit: 65536
+            shared_memory_per_block: 49152 shared_memory_per_core: 233472 shared_memory_per_block_optin: 232448
+            block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+            memory_bandwidth: {device.bandwidth:.0f} device_memory_size: {device.memory:.0f} l2_cache_size: 52428800
+        }}"""

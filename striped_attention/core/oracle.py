@@ -31,7 +31,7 @@ def control_attention(query: Array, key: Array, value: Array, mask: Mask) -> Flo
 def dense_partial(
     query: Float[Array | np.ndarray, "batch queries heads dim"],
     key: Float[Array | np.ndarray, "batch keys kv_heads dim"],
-    value: Float[Array | np.ndarray, "batch keys kv_heads dim"],
+    value: Float[Array | np.ndarray, "batch keys kv_heads value_dim"],
     visible: Bool[Array | np.ndarray, "*rows queries keys"],
     *,
     scale: float | None = None,

@@ -10,12 +10,13 @@ from typing import Any
 
 from striped_attention.core.layout import Layout, stripes_of
 from striped_attention.errors import SlowKernelWarning
-from striped_attention.kernels import cudnn, tpu, xla
+from striped_attention.kernels import cudnn, hopper, tpu, xla
 from striped_attention.kernels.contract import Kernel, Request
 from striped_attention.kernels.rates import ANYWHERE, Rates
 from striped_attention.runtime.hardware import hardware_of
 
-KERNELS: dict[str, Any] = {"cudnn": cudnn, "pallas_tpu": tpu, "xla": xla}  # modules, as `Kernel` describes them
+# Modules, as `Kernel` describes them.
+KERNELS: dict[str, Any] = {"cudnn": cudnn, "hopper": hopper, "pallas_tpu": tpu, "xla": xla}
 _warned: set[str] = set()
 
 
@@ -43,7 +44,7 @@ def choose(name: str, request: Request) -> Choice:
     other requests, it also warns, once for each reason.
     """
     check_name(name)
-    refusals = {other: refusal(other, request) for other in KERNELS}
+    refusals = {other: refusal(other, request, other == name) for other in KERNELS}
     able = sorted((_choice(other, request) for other in KERNELS if refusals[other] is None), key=lambda c: c.seconds)
     if not able:
         raise NotImplementedError(f"No kernel runs on a {request.platform}. {' '.join(map(str, refusals.values()))}")
@@ -57,13 +58,16 @@ def choose(name: str, request: Request) -> Choice:
     return _choice(name, request)
 
 
-def refusal(name: str, request: Request) -> str | None:
-    """Why a kernel cannot do what is asked, in a sentence; None if it can."""
+def refusal(name: str, request: Request, named: bool = True) -> str | None:
+    """Why a kernel cannot do what is asked, in a sentence; None if it can. `named` is whether it was asked for."""
     kernel = KERNELS[name]
     if _rates(name, request.platform) is None:
         article = "an" if request.platform == "unknown" else "a"
         return f"It runs on {' and '.join(p.upper() for p in kernel.RATES)}s; this is {article} {request.platform}."
-    return kernel.unsupported(request)
+    reason: str | None = kernel.unsupported(request)
+    if reason is None and not (named or kernel.AUTOMATIC):
+        return f"It could, but its speed has not been measured: try kernel={name!r}."
+    return reason
 
 
 def choose_stripes(name: str, request: Request, slots: int) -> Layout:
@@ -76,7 +80,9 @@ def choose_stripes(name: str, request: Request, slots: int) -> Layout:
     for other in KERNELS if name == "auto" else [name]:
         tile = max(request.tile or KERNELS[other].default_tile(request))
         asked = [dataclasses.replace(request, layout=layout) for layout in stripes_of(tile, slots)]
-        found += [(_choice(other, one).seconds, one.layout) for one in asked if refusal(other, one) is None]
+        found += [
+            (_choice(other, one).seconds, one.layout) for one in asked if refusal(other, one, other == name) is None
+        ]
     if found:
         return min(found, key=lambda one: one[0])[1]
     plain = dataclasses.replace(request, documents=False, window=None, prefix=0, here=False)
@@ -99,20 +105,21 @@ def _choice(name: str, request: Request) -> Choice:
 
 
 def _warn_if_slow(choice: Choice, request: Request, refusals: dict[str, str | None]) -> None:
-    """Warn if there is a faster kernel for this platform that cannot do the request."""
+    """Warn if there is a faster kernel for this platform, measured to be so, that cannot do the request."""
     hardware = hardware_of(request.platform, request.device_kind)
-    faster = [
-        f"{name!r}: {reason}"
+    faster = {
+        name: reason
         for name, reason in refusals.items()
         if reason is not None
         and (rates := _rates(name, request.platform)) is not None
         and rates.seconds(request, hardware) < choice.seconds
-    ]
+    }
+    reasons = " ".join(f"{name!r}: {reason}" for name, reason in faster.items())
     message = (
         f"kernel='auto' takes {choice.name!r}, which is slow on a {request.platform.upper()}, because a faster one "
-        f"cannot do this. {' '.join(faster)} Silence this with warnings.filterwarnings('ignore', "
+        f"cannot do this. {reasons} Silence this with warnings.filterwarnings('ignore', "
         f"category=striped_attention.SlowKernelWarning)."
     )
-    if request.here and faster and message not in _warned:
+    if request.here and any(KERNELS[name].AUTOMATIC for name in faster) and message not in _warned:
         warnings.warn(SlowKernelWarning(message), stacklevel=2)
         _warned.add(message)  # now, for a warning may be an error

@@ -22,6 +22,7 @@ Before that, a kernel answers questions about a `Request`, all that is known of 
 * `default_tile(request)`: queries × keys of a tile, if the request names none. The planner counts with it.
 * `RATES`: how fast it is, by platform (`rates.py`). A kernel without rates for a platform, or for any, does not run
   there.
+* `AUTOMATIC`: whether `kernel="auto"` may take it, or it must be asked for by name.
 * `FULL_OUT`: whether `attend_grad` makes use of an `out` with more digits than q has.
 * `SUMS_LAST`: whether dk and dv are added up only when the next k and v are there. XLA for TPUs would else take the
   sum for work to hide a transfer behind, and begin it after attention instead of before.
@@ -49,8 +50,9 @@ class Request:
 
     `queries` and `keys` are those of one device, padding included; `length` counts the real tokens of the sequence.
     `documents` says that the mask is more than a window and a prefix. `bias` is "slopes" (ALiBi) or "values" (a table).
-    `device_kind` is JAX's name of the device; "" if unknown. `here` is False for a plan: then nothing is asked of the
-    devices of this machine, nor of the installed libraries.
+    `deterministic` asks for gradients that are the same bits in every run. `device_kind` is JAX's name of the device;
+    "" if unknown. `here` is False for a plan: then nothing is asked of the devices of this machine, nor of the
+    installed libraries.
     """
 
     batch: int
@@ -68,6 +70,7 @@ class Request:
     documents: bool
     bias: str | None
     softcap: float | None
+    deterministic: bool
     tile: tuple[int, int] | None
     platform: str
     device_kind: str
@@ -98,6 +101,7 @@ def make_request(
     length: int | None = None,
     bias: Bias | None = None,
     softcap: float | None = None,
+    deterministic: bool = False,
     tile: tuple[int, int] | None = None,
     device_kind: str = "",
     here: bool = True,
@@ -125,6 +129,7 @@ def make_request(
         documents=arrays,
         bias=None if bias is None else "slopes" if bias.values is None else "values",
         softcap=softcap,
+        deterministic=deterministic,
         tile=tile,
         platform="gpu" if platform in ("cuda", "rocm") else platform,
         device_kind=device_kind,
@@ -177,6 +182,7 @@ class Block:
 class Kernel(Protocol):
     """What the module of a kernel has."""
 
+    AUTOMATIC: bool
     FULL_OUT: bool
     SUMS_LAST: bool
     DIFFERENTIABLE: bool

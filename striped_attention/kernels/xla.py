@@ -28,6 +28,7 @@ from striped_attention.kernels.contract import Block, Request
 from striped_attention.kernels.rates import ANYWHERE, Rate, Rates
 from striped_attention.kernels.tiles import Spans, tile_spans
 
+AUTOMATIC = True
 FULL_OUT = True
 SUMS_LAST = False
 DIFFERENTIABLE = True

@@ -158,6 +158,7 @@ class Compute:
     chunk: int = 1024
     kernel: str = "auto"
     tile: tuple[int, int] | None = None
+    deterministic: bool = False
 
     @property
     def padded_length(self) -> int:
@@ -172,6 +173,7 @@ class Compute:
             mask=mask,
             kernel=self.kernel,
             tile=self.tile,
+            deterministic=self.deterministic,
             length=self.length,
         )
 

@@ -15,10 +15,14 @@ GPU_OPTIONS = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": "4",
     "xla_gpu_collective_permute_combine_threshold_bytes": "0",
 }
+# Adds up in the same order every time, also what is scattered, as the gradients of embeddings are. Slower.
+DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 
 
-def compiler_options(platform: str | None = None) -> dict[str, str | bool]:
+def compiler_options(platform: str | None = None, deterministic: bool = False) -> dict[str, str | bool]:
     """Options for `jax.jit(…, compiler_options=…)` on a platform, by default JAX's own: none but on GPUs.
+
+    `deterministic` asks for programs that give the same bits in every run; elsewhere than on GPUs all do.
 
     An option that the installed XLA does not know is left out, with a warning: programs compile, but transfers may not
     overlap with attention.
@@ -26,7 +30,8 @@ def compiler_options(platform: str | None = None) -> dict[str, str | bool]:
     platform = jax.default_backend() if platform is None else platform
     if platform not in ("gpu", "cuda"):
         return {}
-    return {name: value for name, value in GPU_OPTIONS.items() if _is_known(name, value)}
+    known = {name: value for name, value in GPU_OPTIONS.items() if _is_known(name, value)}
+    return {**known, **(DETERMINISTIC if deterministic else {})}
 
 
 @functools.cache

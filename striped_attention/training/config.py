@@ -82,6 +82,9 @@ class TrainConfig:
     takes the fastest that can."""
     tile: Whole = None
     """Side of the kernel's tiles. Default: what suits the kernel."""
+    deterministic: bool = False
+    """Whether a run repeated on the same devices and versions gives the same bits. On GPUs that costs speed: kernels
+    that add up in changing order, cudnn among them, are not used. CPUs and TPUs always do."""
 
     layers: Whole = None
     """Instead of the preset's."""
@@ -166,6 +169,7 @@ class TrainConfig:
             devices=devices,
             length=self.sequence_length,
             tile=None if self.tile is None else (self.tile, self.tile),
+            deterministic=self.deterministic,
             platform=platform,
             device_kind=kind,
             here=here,

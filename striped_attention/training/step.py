@@ -97,6 +97,7 @@ class Program:
             chunk=config.chunk,
             kernel=config.kernel,
             tile=tile,
+            deterministic=config.deterministic,
         )
 
     @functools.cached_property
@@ -148,7 +149,7 @@ class Program:
     @functools.cached_property
     def compiled(self) -> Any:
         """The step, compiled now."""
-        options = compiler_options(self.platform)
+        options = compiler_options(self.platform, self.config.deterministic)
         return self.step.lower(self.state, self.inputs).compile(compiler_options=options)
 
     def _step(self, state: State, inputs: Inputs) -> tuple[State, dict[str, Any]]:

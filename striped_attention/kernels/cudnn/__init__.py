@@ -7,6 +7,7 @@ emulation  cuDNN's shapes in plain JAX, for tests on a CPU
 """
 
 from striped_attention.kernels.cudnn.emulation import emulated
+from striped_attention.kernels.cudnn.kernel import AUTOMATIC as AUTOMATIC
 from striped_attention.kernels.cudnn.kernel import DIFFERENTIABLE as DIFFERENTIABLE
 from striped_attention.kernels.cudnn.kernel import FULL_OUT as FULL_OUT
 from striped_attention.kernels.cudnn.kernel import RATES as RATES

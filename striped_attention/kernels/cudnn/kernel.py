@@ -22,6 +22,7 @@ from striped_attention.kernels.cudnn import binding
 from striped_attention.kernels.cudnn.pieces import MOST_RUNS, Cases, Piece, cases, cases_of_runs, runs_of
 from striped_attention.kernels.rates import Rate, Rates
 
+AUTOMATIC = True
 FULL_OUT = False
 SUMS_LAST = False
 DIFFERENTIABLE = False
@@ -62,6 +63,8 @@ def unsupported(request: Request) -> str | None:
     for name, value in (("softcap", request.softcap), ("bias", request.bias), ("tile", request.tile)):
         if value is not None:
             return f"It has no {name}."
+    if request.deterministic:
+        return "It adds up gradients in an order that changes from run to run, so it is not deterministic."
     return binding.unavailable() if request.here else None
 
 

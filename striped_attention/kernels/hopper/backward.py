@@ -15,12 +15,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from striped_attention.kernels.hopper import parts, walk
-from striped_attention.kernels.hopper.parts import BOTH, COLUMN, COLUMNS, LOG2E, ROW, ROWS, STAGES, TILE, Scores
+from striped_attention.kernels.hopper.parts import BOTH, COLUMN, LOG2E, ROW, Scores
+from striped_attention.kernels.hopper.walk import ROWS, TILE
 
 
 def query_grads(
     q: Any, k: Any, v: Any, dout: Any, stats: Any, items: Any, bounds: Any, places: Any, slopes: Any, scores: Scores,
-    tile_k: int,
+    stages: int,
 ) -> Any:  # fmt: skip
     """dq [batch, queries, heads, dim], and with a bias the gradient of the slopes by query, [batch, heads, queries].
 
@@ -57,7 +58,7 @@ def query_grads(
 
             def step(j: Any, carry: Any, masked: bool) -> Any:
                 dq, *dslope = carry
-                slot = parts.slot(j)
+                slot = parts.slot(j, stages)
                 plgpu.barrier_wait(k_ready.at[slot])
                 products = parts.product_transposed(q_smem.at[own], k_smem.at[slot])
                 penalty = distance = None
@@ -68,7 +69,7 @@ def query_grads(
                 s, slope = scores.of(products, penalty)
                 p = jnp.exp2(s - parts.across(lse, s.shape, 0))
                 if masked:
-                    p = jnp.where(parts.visible(bounds_smem.at[own], item.tile(j) * tile_k, s.shape, 0), p, 0.0)
+                    p = jnp.where(parts.visible(bounds_smem.at[own], item.tile(j) * ROWS, s.shape, 0), p, 0.0)
                 plgpu.barrier_wait(v_ready.at[slot])
                 dp = parts.product_transposed(dout_smem.at[own], v_smem.at[slot])
                 plgpu.barrier_arrive(v_used.at[slot])
@@ -98,29 +99,32 @@ def query_grads(
 
             places = (bias_refs[1], place_smem[1]) if biased else None
             key, value = (k_ref, k_smem, k_ready, k_used), (v_ref, v_smem, v_ready, v_used)
-            parts.fetch_keys(item, kv_head, tile_k, key, value, places)
+            parts.fetch_keys(item, kv_head, key, value, places)
 
     results = [(q.shape, jnp.float32), *([((batch, heads, queries), jnp.float32)] if biased else [])]
     shared = [parts.tiled((2, ROWS, dim), q.dtype), parts.tiled((2, ROWS, value_dim), q.dtype)]
     shared += [
-        parts.tiled((STAGES, tile_k, dim), k.dtype),
-        parts.tiled((STAGES, tile_k, value_dim), v.dtype),
+        parts.tiled((stages, ROWS, dim), k.dtype),
+        parts.tiled((stages, ROWS, value_dim), v.dtype),
     ]
-    shared += [parts.tiled((2, ROWS, COLUMNS), jnp.float32), plgpu.SMEM((2, 2, ROWS), jnp.float32)]
+    shared += [parts.stage(dim, value_dim), plgpu.SMEM((2, 2, ROWS), jnp.float32)]
     shared += [plgpu.SMEM((2, 2, ROWS), jnp.int32)]
     if biased:
-        shared += [plgpu.SMEM((2, ROWS), jnp.int32), plgpu.SMEM((STAGES, tile_k), jnp.int32)]
+        shared += [plgpu.SMEM((2, ROWS), jnp.int32), plgpu.SMEM((stages, ROWS), jnp.int32)]
         shared += [plgpu.SMEM((2, ROWS), jnp.float32)]
-    barriers = [(4 + biased, 2), (1 + biased, STAGES), (1, STAGES), (2, STAGES), (2, STAGES)]
+    barriers = [(4 + biased, 2), (1 + biased, stages), (1, stages), (2, stages), (2, stages)]
     inputs = (q, k, v, dout, stats, items, bounds, *((*places, slopes) if biased else ()))
     return parts.run(kernel, inputs, results, shared, barriers, heads, items)
 
 
 def key_grads(
     q: Any, k: Any, v: Any, dout: Any, stats: Any, items: Any, bounds: Any, places: Any, slopes: Any, scores: Scores,
-    tile_q: int,
+    stages: int, wanted: tuple[str, ...],
 ) -> Any:  # fmt: skip
-    """dk [batch, keys, kv heads, dim] and dv [batch, keys, kv heads, value dim], summed over the heads of a group."""
+    """dk [batch, keys, kv heads, dim] and dv [batch, keys, kv heads, value dim], summed over the heads of a group.
+
+    Or one of them, where registers do not suffice for both: as `wanted` lists them.
+    """
     heads, kv_heads, dim = q.shape[2], k.shape[2], k.shape[3]
     value_dim = v.shape[-1]
     group = heads // kv_heads
@@ -128,10 +132,9 @@ def key_grads(
 
     def kernel(*refs: Any) -> None:
         q_ref, k_ref, v_ref, dout_ref, stats_ref, items_ref, bounds_ref, *bias_refs = refs[: 7 + 3 * biased]
-        dk_ref, dv_ref, k_smem, v_smem, q_smem, dout_smem, grad_smem, stats_smem, bounds_smem, *place_smem = refs[
-            7 + 3 * biased : 16 + 5 * biased
-        ]
-        ready, fetched, used = refs[16 + 5 * biased :]
+        grad_refs, rest = refs[7 + 3 * biased :][: len(wanted)], refs[7 + 3 * biased + len(wanted) :]
+        k_smem, v_smem, q_smem, dout_smem, grad_smem, stats_smem, bounds_smem, *place_smem = rest[: 7 + 2 * biased]
+        ready, fetched, used = rest[7 + 2 * biased :]
         kv_head, group_id = lax.axis_index("heads"), lax.axis_index("wg")
         item = walk.read(items_ref, lax.axis_index("items"))
         mask_row = item.batch if bounds.shape[0] > 1 else 0
@@ -148,8 +151,8 @@ def key_grads(
             plgpu.barrier_wait(ready.at[own])
 
             def step(j: Any, carry: Any, masked: bool) -> Any:
-                dk, dv = carry
-                slot = parts.slot(j)
+                grads = dict(zip(wanted, carry, strict=True))
+                slot = parts.slot(j, stages)
                 plgpu.barrier_wait(fetched.at[slot])
                 products = parts.product_transposed(k_smem.at[own], q_smem.at[slot])
                 penalty = None
@@ -161,18 +164,21 @@ def key_grads(
                 p = jnp.exp2(s - parts.across(parts.load(stats_smem.at[slot, 0], COLUMN), s.shape, 1))
                 if masked:
                     p = jnp.where(parts.visible(bounds_smem.at[slot], base, s.shape, 1), p, 0.0)
-                dv = parts.add_product(dv, p.astype(q.dtype), dout_smem.at[slot])
-                dp = parts.product_transposed(v_smem.at[own], dout_smem.at[slot])
-                ds = p * (dp - parts.across(parts.load(stats_smem.at[slot, 1], COLUMN), p.shape, 1))
-                ds = ds if slope is None else ds * slope
-                dk = parts.add_product(dk, ds.astype(q.dtype), q_smem.at[slot])
+                if "dv" in wanted:
+                    grads["dv"] = parts.add_product(grads["dv"], p.astype(q.dtype), dout_smem.at[slot])
+                if "dk" in wanted:
+                    dp = parts.product_transposed(v_smem.at[own], dout_smem.at[slot])
+                    ds = p * (dp - parts.across(parts.load(stats_smem.at[slot, 1], COLUMN), p.shape, 1))
+                    ds = ds if slope is None else ds * slope
+                    grads["dk"] = parts.add_product(grads["dk"], ds.astype(q.dtype), q_smem.at[slot])
                 plgpu.barrier_arrive(used.at[slot])
-                return dk, dv
+                return tuple(grads.values())
 
-            carry = parts.full((ROWS, dim), 0.0, BOTH), parts.full((ROWS, value_dim), 0.0, BOTH)
-            dk, dv = parts.edges_then_inside(group * item.masked, group * item.steps, step, carry)
-            parts.write(dk * scores.scale, grad_smem.at[own], dk_ref.at[item.batch, rows, kv_head])
-            parts.write(dv, grad_smem.at[own], dv_ref.at[item.batch, rows, kv_head])
+            carry = tuple(parts.full((ROWS, {"dk": dim, "dv": value_dim}[name]), 0.0, BOTH) for name in wanted)
+            found = parts.edges_then_inside(group * item.masked, group * item.steps, step, carry)
+            for name, grad, ref in zip(wanted, found, grad_refs, strict=True):
+                grad = grad * scores.scale if name == "dk" else grad
+                parts.write(grad, grad_smem.at[own], ref.at[item.batch, rows, kv_head])
 
         @pl.when(group_id == 2)
         def _() -> None:
@@ -180,27 +186,27 @@ def key_grads(
 
             def copies(j: Any, slot: Any) -> list[Any]:
                 member, visited = item.visit(j, group)
-                rows, head = pl.ds(item.tile(visited) * tile_q, tile_q), kv_head * group + member
+                rows, head = pl.ds(item.tile(visited) * ROWS, ROWS), kv_head * group + member
                 pairs = [(q_ref.at[item.batch, rows, head], q_smem), (dout_ref.at[item.batch, rows, head], dout_smem)]
                 pairs += [(stats_ref.at[item.batch, head, :, rows], stats_smem)]
                 pairs += [(bounds_ref.at[mask_row, :, rows], bounds_smem)]
                 pairs += [(bias_refs[0].at[rows], place_smem[0])] if biased else []
                 return [(fetched, used, [(source, target.at[slot]) for source, target in pairs])]
 
-            parts.fetch(group * item.steps, copies)
+            parts.fetch(group * item.steps, stages, copies)
 
-    results = [(k.shape, jnp.float32), (v.shape, jnp.float32)]
+    results = [({"dk": k.shape, "dv": v.shape}[name], jnp.float32) for name in wanted]
     shared = [parts.tiled((2, ROWS, dim), k.dtype), parts.tiled((2, ROWS, value_dim), v.dtype)]
     shared += [
-        parts.tiled((STAGES, tile_q, dim), q.dtype),
-        parts.tiled((STAGES, tile_q, value_dim), q.dtype),
+        parts.tiled((stages, ROWS, dim), q.dtype),
+        parts.tiled((stages, ROWS, value_dim), q.dtype),
     ]
     shared += [
-        parts.tiled((2, ROWS, COLUMNS), jnp.float32),
-        plgpu.SMEM((STAGES, 2, tile_q), jnp.float32),
+        parts.stage(dim, value_dim),
+        plgpu.SMEM((stages, 2, ROWS), jnp.float32),
     ]
-    shared += [plgpu.SMEM((STAGES, 2, tile_q), jnp.int32)]
-    shared += [plgpu.SMEM((STAGES, tile_q), jnp.int32), plgpu.SMEM((2, ROWS), jnp.int32)] if biased else []
-    barriers = [(2 + biased, 2), (4 + biased, STAGES), (2, STAGES)]
+    shared += [plgpu.SMEM((stages, 2, ROWS), jnp.int32)]
+    shared += [plgpu.SMEM((stages, ROWS), jnp.int32), plgpu.SMEM((2, ROWS), jnp.int32)] if biased else []
+    barriers = [(2 + biased, 2), (4 + biased, stages), (2, stages)]
     inputs = (q, k, v, dout, stats, items, bounds, *((*places, slopes) if biased else ()))
     return parts.run(kernel, inputs, results, shared, barriers, kv_heads, items)

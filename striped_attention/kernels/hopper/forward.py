@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from striped_attention.kernels.hopper import parts, walk
-from striped_attention.kernels.hopper.parts import BOTH, COLUMN, COLUMNS, LOG2E, ROW, ROWS, STAGES, TILE, Scores
+from striped_attention.kernels.hopper.parts import BOTH, COLUMN, LOG2E, ROW, STAGES, Scores
+from striped_attention.kernels.hopper.walk import ROWS, TILE
 
 
 def forward(
@@ -66,13 +67,14 @@ def forward(
                     key = parts.load(place_smem[1].at[slot], COLUMN)
                     penalty = parts.penalty(bias_refs[2][head], parts.load(place_smem[0].at[own], ROW), key)
                 plgpu.barrier_arrive(k_used.at[slot])
-                s, _ = scores.of(products, penalty)
+                raw, factor, _ = scores.raw(products, penalty)
                 if masked:
-                    s = jnp.where(parts.visible(bounds_smem.at[own], item.tile(j) * tile_k, s.shape, 0), s, -jnp.inf)
-                new = jnp.maximum(top, s.max(axis=1))
+                    seen = parts.visible(bounds_smem.at[own], item.tile(j) * tile_k, raw.shape, 0)
+                    raw = jnp.where(seen, raw, -jnp.inf)
+                new = jnp.maximum(top, raw.max(axis=1) * factor)
                 shift = jnp.where(new == -jnp.inf, 0.0, new) if masked else new  # nothing was seen so far
                 alpha = jnp.exp2(top - shift)
-                p = jnp.exp2(s - parts.across(shift, s.shape, 0))
+                p = jnp.exp2(raw * factor - parts.across(shift, raw.shape, 0))
                 acc, total = acc * parts.across(alpha, acc.shape, 0), total * alpha + p.sum(axis=1)
                 weights = p.astype(v.dtype)
                 acc, total, new, weights = lax.optimization_barrier((acc, total, new, weights))
@@ -112,13 +114,13 @@ def forward(
 
             places = (bias_refs[1], place_smem[1]) if biased else None
             key, value = (k_ref, k_smem, k_ready, k_used), (v_ref, v_smem, v_ready, v_used)
-            parts.fetch_keys(item, kv_head, tile_k, key, value, places)
+            parts.fetch_keys(item, kv_head, key, value, places)
 
     results = [((batch, queries, heads, value_dim), jnp.float32), ((batch, heads, queries), jnp.float32)]
     shared = [parts.tiled((2, ROWS, dim), q.dtype), parts.tiled((STAGES, tile_k, dim), k.dtype)]
     shared += [
         parts.tiled((STAGES, tile_k, value_dim), v.dtype),
-        parts.tiled((2, ROWS, COLUMNS), jnp.float32),
+        parts.stage(dim, value_dim),
     ]
     shared += [plgpu.SMEM((2, ROWS), jnp.float32), plgpu.SMEM((2, 2, ROWS), jnp.int32)]
     shared += [plgpu.SMEM((2, ROWS), jnp.int32), plgpu.SMEM((STAGES, tile_k), jnp.int32)] if biased else []

@@ -5,7 +5,9 @@ It takes ranges of keys as they are, so it does all masks, layouts and stripes: 
 fetched, and only those at the edges of ranges are masked. Partial results are float32.
 """
 
+import functools
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,21 +17,71 @@ from jaxtyping import Array, Float
 
 from striped_attention.core.bias import Bias
 from striped_attention.core.partial import Partial
-from striped_attention.kernels.contract import Block
-from striped_attention.kernels.hopper import backward, forward, parts, walk
+from striped_attention.kernels.contract import Block, Request
+from striped_attention.kernels.hopper import walk
+from striped_attention.kernels.hopper.walk import ROWS, TILE
+from striped_attention.kernels.rates import Rate, Rates
 
+AUTOMATIC = False
+FULL_OUT = True
+SUMS_LAST = False
+DIFFERENTIABLE = False
+DTYPES = ["bfloat16", "float16"]
+_REGISTERS = 256  # columns of dk and dv that a warpgroup can add up together
+_SHARED = 384  # columns of keys and values of which two tiles fit into shared memory beside those of queries
 WIDTH = 64  # heads are widened to a multiple of this
+# What a kernel of this design that comes with JAX reaches on an H200, of whole blocks: 611 TFLOP/s forward and, in two
+# passes, 473 backward.
+RATES = {"gpu": Rates(Rate(0.618), Rate(0.478), "assumed, not measured", lanes=WIDTH)}
+KINDS = ["H20", "H100", "H200", "H800", "GH200"]  # words of a device's name; all have compute capability 9.0
+_BROKEN = range(12080, 12091)  # versions of CUDA whose assembler gets masked attention wrong; JAX's own kernel says so
+
+
+def default_tile(request: Request) -> tuple[int, int]:
+    """Queries × keys of a tile of the forward pass."""
+    return (TILE, _key_tile(request.dim, request.dim))
+
+
+def unsupported(request: Request) -> str | None:
+    """What this kernel cannot do of what is asked, in a sentence; None if it can do all of it."""
+    if request.device_kind and not set(re.findall(r"\w+", request.device_kind)) & set(KINDS):
+        return f"It runs on GPUs of compute capability 9.0, as an H100 or H200; this is a {request.device_kind}."
+    if request.dtype not in DTYPES:
+        return f"It computes in {' or '.join(DTYPES)}; the queries are {request.dtype}."
+    if request.dim > 256:
+        return f"It needs a head dimension of at most 256; got {request.dim}."
+    if request.bias == "values":
+        return "It has no bias by a table, as relative_bias makes it, only alibi."
+    if request.tile is not None:
+        return "It has tiles of its own: leave out tile."
+    return _unavailable() if request.here else None
+
+
+@functools.cache
+def _unavailable() -> str | None:
+    """Why the kernel cannot be compiled here."""
+    from jax._src.lib import cuda_versions  # None without CUDA
+
+    if cuda_versions is not None and cuda_versions.cuda_runtime_get_version() in _BROKEN:
+        return "It cannot be compiled by CUDA 12.8 to 12.9.0, which gets masks wrong: use CUDA 12.9.1 or newer."
+    try:
+        import jax.experimental.pallas.mosaic_gpu  # noqa: F401  JAX 0.10 needs a package for it that it does not ask for
+    except ImportError as error:
+        return f"It cannot be imported ({error}): pip install absl-py."
+    return None
 
 
 def attend(q: Float[Array, "batch queries heads dim"]) -> Callable[..., Partial]:
     """Forward pass; see `contract.py`."""
+    from striped_attention.kernels.hopper import forward
+
     queries = q.shape[1]
-    padded = _widen(_whole(q, parts.TILE))
+    padded = _widen(_whole(q, TILE))
 
     def run(k: Array, v: Array, block: Block) -> Partial:
         tile_k = _key_tile(k.shape[-1], v.shape[-1])
         bounds = _bounds(block, padded.shape[1])
-        items = walk.by_queries(bounds[:, 0], bounds[:, 1], q.shape[0], (parts.TILE, tile_k))
+        items = walk.by_queries(bounds[:, 0], bounds[:, 1], q.shape[0], (TILE, tile_k))
         keys, values = (_widen(_whole(x, tile_k)) for x in (k, v))
         out, lse = forward.forward(
             padded, keys, values, items, bounds, *_bias(block, padded, keys), _scores(block), tile_k
@@ -41,27 +93,31 @@ def attend(q: Float[Array, "batch queries heads dim"]) -> Callable[..., Partial]
 
 def attend_grad(
     q: Float[Array, "batch queries heads dim"],
-    out: Float[Array, "batch queries heads dim"],
+    out: Float[Array, "batch queries heads value_dim"],
     lse: Float[Array, "batch queries heads"],
-    dout: Float[Array, "batch queries heads dim"],
+    dout: Float[Array, "batch queries heads value_dim"],
 ) -> Callable[..., tuple[Array, Array, Array, Bias | None]]:
     """Backward pass; see `contract.py`."""
+    from striped_attention.kernels.hopper import backward
+
     queries = q.shape[1]
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
     powers = jnp.where(jnp.isneginf(lse), 0, lse) * math.log2(math.e)
-    stats = _whole(jnp.stack([powers, delta], axis=2), parts.TILE)  # [batch, queries, 2, heads]
+    stats = _whole(jnp.stack([powers, delta], axis=2), TILE)  # [batch, queries, 2, heads]
     stats = jnp.transpose(stats, (0, 3, 2, 1))
-    padded, grads = (_widen(_whole(x.astype(q.dtype), parts.TILE)) for x in (q, dout))
+    padded, grads = (_widen(_whole(x.astype(q.dtype), TILE)) for x in (q, dout))
 
     def run(k: Array, v: Array, block: Block) -> tuple[Array, Array, Array, Bias | None]:
         bounds = _bounds(block, padded.shape[1])
-        ranges, tile = (bounds[:, 0], bounds[:, 1]), (parts.TILE, parts.ROWS)
-        keys, values = (_widen(_whole(x, parts.TILE)) for x in (k, v))
+        ranges, tile = (bounds[:, 0], bounds[:, 1]), (TILE, ROWS)
+        keys, values = (_widen(_whole(x, TILE)) for x in (k, v))
         arrays = (padded, keys, values, grads, stats)
-        rest = (bounds, *_bias(block, padded, keys), _scores(block), parts.ROWS)
+        width = padded.shape[-1] + grads.shape[-1]
+        rest = (bounds, *_bias(block, padded, keys), _scores(block), 2 if width <= _SHARED else 1)
         dq, *dslopes = backward.query_grads(*arrays, walk.by_queries(*ranges, q.shape[0], tile), *rest)
         items = walk.by_keys(*ranges, keys.shape[1], q.shape[0], tile[::-1])
-        dk, dv = backward.key_grads(*arrays, items, *rest)
+        wanted = [("dk", "dv")] if width <= _REGISTERS else [("dk",), ("dv",)]
+        dk, dv = (grad for some in wanted for grad in backward.key_grads(*arrays, items, *rest, some))
         dbias = None if block.bias is None else Bias(slopes=jnp.sum(dslopes[0], axis=(0, 2)))
         dq, dk, dv = dq[:, :queries, :, : q.shape[-1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
         return dq, dk[..., : k.shape[-1]], dv[..., : v.shape[-1]], dbias
@@ -74,7 +130,9 @@ def _key_tile(dim: int, value_dim: int) -> int:
     return 128 if max(dim, value_dim) <= 128 else 64
 
 
-def _scores(block: Block) -> parts.Scores:
+def _scores(block: Block) -> Any:
+    from striped_attention.kernels.hopper import parts
+
     return parts.Scores(block.scale, block.softcap)
 
 

@@ -14,13 +14,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from striped_attention.kernels.hopper import walk
-from striped_attention.kernels.hopper.walk import Walk
+from striped_attention.kernels.hopper.walk import ROWS, Walk
 
 LOG2E = math.log2(math.e)
-ROWS = 64  # of a warpgroup
-TILE = 2 * ROWS  # of a thread block
-COLUMNS = 64  # of a result that are staged in shared memory at a time
-STAGES = 2
+STAGES = 2  # tiles that a thread block holds or waits for
 BOTH, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 emulating = False  # whether kernels are traced for the interpreter of Pallas; `emulation.py` sets it
@@ -33,22 +30,34 @@ class Scores:
     scale: float
     softcap: float | None
 
-    def of(self, products: Array, penalty: Array | None) -> tuple[Array, Array | None]:
-        """The scores, and the derivative by the scaled products where it is not 1."""
+    def raw(self, products: Array, penalty: Array | None) -> tuple[Array, float, Array | None]:
+        """Numbers and a positive factor that make the scores, and the derivative by the scaled products where not 1.
+
+        The factor is for one instruction to multiply and subtract; a row's largest number is that of its scores.
+        """
         slope = None
-        if self.softcap is None:
-            scores = products * (self.scale * LOG2E)
-        else:
+        if self.softcap is not None:
             # tanh x = 1 - 2 / (1 + exp 2x); the hardware's own tanh has 11 bits.
             power = jnp.exp2(products * (2 * LOG2E * self.scale / self.softcap))
             tanh = 1 - 2 / (1 + power)
-            scores, slope = tanh * (self.softcap * LOG2E), 1 - tanh * tanh
-        return (scores if penalty is None else scores - penalty), slope
+            products, factor, slope = tanh, self.softcap * LOG2E, 1 - tanh * tanh
+        elif self.scale > 0:
+            factor = self.scale * LOG2E
+        else:
+            products, factor = products * self.scale, LOG2E
+        if penalty is None:
+            return products, factor, slope
+        return products * factor - penalty, 1.0, slope
+
+    def of(self, products: Array, penalty: Array | None) -> tuple[Array, Array | None]:
+        """The scores, and the derivative."""
+        raw, factor, slope = self.raw(products, penalty)
+        return raw * factor, slope
 
 
 def run(kernel: Any, inputs: Any, results: Any, shared: Any, barriers: Any, heads: int, items: Any) -> Any:
     """Start a kernel, all heads of an item before the next item. Barriers are (arrivals, how many)."""
-    return plgpu.kernel(
+    found = plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct(*result) for result in results],
         scratch_types=[*shared, *(plgpu.Barrier(num_arrivals=n, num_barriers=count) for n, count in barriers)],
@@ -58,6 +67,9 @@ def run(kernel: Any, inputs: Any, results: Any, shared: Any, barriers: Any, head
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(*inputs)
+    # Under shard_map's check_vma, what comes out varies over the axes of the mesh as what goes in.
+    axes = tuple(sorted(jax.typeof(inputs[0]).manual_axis_type.varying))
+    return [lax.pcast(x, axes, to="varying") for x in found] if axes else found
 
 
 def edges_then_inside(masked: Any, steps: Any, step: Callable[..., Any], carry: Any) -> Any:
@@ -65,8 +77,8 @@ def edges_then_inside(masked: Any, steps: Any, step: Callable[..., Any], carry: 
     return lax.fori_loop(masked, steps, functools.partial(step, masked=False), carry)
 
 
-def fetch(steps: Any, copies: Callable[[Any, Any], list[Any]]) -> None:
-    """Fetch the tiles of all steps, each as soon as its slot is free.
+def fetch(steps: Any, stages: int, copies: Callable[[Any, Any], list[Any]]) -> None:
+    """Fetch the tiles of all steps, each as soon as its slot, of so many stages, is free.
 
     `copies` says for a step and a slot: the barrier to report to, the one that says that the slot is free, and pairs of
     source and target.
@@ -79,27 +91,29 @@ def fetch(steps: Any, copies: Callable[[Any, Any], list[Any]]) -> None:
             for source, target in pairs:
                 plgpu.copy_gmem_to_smem(source, target, arrived.at[slot])
 
-    for i in range(STAGES):
+    for i in range(stages):
         pl.when(i < steps)(functools.partial(fill, jnp.int32(i), i, False))
 
-    @pl.loop(STAGES, steps)
+    @pl.loop(stages, steps)
     def _(j: Any) -> None:
-        fill(j, slot(j), True)
+        fill(j, slot(j, stages), True)
 
     def wait_for_last(slot: int) -> None:
         for _, used, _ in copies(jnp.int32(slot), slot):
             plgpu.barrier_wait(used.at[slot])
 
-    for i in range(STAGES):  # no barrier is left with an arrival that nobody has seen
+    for i in range(stages):  # no barrier is left with an arrival that nobody has seen
         pl.when(i < steps)(functools.partial(wait_for_last, i))
 
 
-def fetch_keys(item: Walk, kv_head: Any, tile: int, key: Any, value: Any, places: Any) -> None:
+def fetch_keys(item: Walk, kv_head: Any, key: Any, value: Any, places: Any) -> None:
     """Fetch the key tiles of a walk.
 
     `key` and `value` are their refs in global and in shared memory and the barriers for what has arrived and what was
     used; `places` the refs of the keys' positions, or None.
     """
+
+    stages, tile = key[1].shape[:2]
 
     def copies(step: Any, at: Any) -> list[Any]:
         keys = pl.ds(item.tile(step) * tile, tile)
@@ -108,16 +122,17 @@ def fetch_keys(item: Walk, kv_head: Any, tile: int, key: Any, value: Any, places
             pairs[0].append((places[0].at[keys], places[1].at[at]))
         return [(ready, used, own) for (_, _, ready, used), own in zip((key, value), pairs, strict=True)]
 
-    fetch(item.steps, copies)
+    fetch(item.steps, stages, copies)
 
 
 def write(x: Array, staged: Any, ref: Any) -> None:
-    """Registers to global memory, some columns at a time, as float32."""
-    for first in range(0, x.shape[1], COLUMNS):
+    """Registers to global memory, as many columns at a time as there is room for, as float32."""
+    columns = staged.shape[1]
+    for first in range(0, x.shape[1], columns):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stage is free
-        staged[...] = x[:, first : first + COLUMNS]
+        staged[...] = x[:, first : first + columns]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(staged, ref.at[:, pl.ds(first, COLUMNS)])
+        plgpu.copy_smem_to_gmem(staged, ref.at[:, pl.ds(first, columns)])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -127,9 +142,14 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
 
 
-def slot(step: Any) -> Any:
+def stage(dim: int, value_dim: int) -> Any:
+    """Shared memory for `write`, of each warpgroup."""
+    return tiled((2, ROWS, 64 if max(dim, value_dim) <= 128 else 32), jnp.float32)
+
+
+def slot(step: Any, stages: int = STAGES) -> Any:
     """Where the tile of a step lies, of the stages there are."""
-    return lax.rem(step, jnp.int32(STAGES))
+    return lax.rem(step, jnp.int32(stages))
 
 
 def take_turns(turns: Any) -> None:

@@ -19,6 +19,8 @@ from jaxtyping import Array, Int
 
 from striped_attention.kernels.tiles import Spans, tile_spans
 
+ROWS = 64  # of a warpgroup
+TILE = 2 * ROWS  # of a thread block
 FIELDS = 8  # numbers of an item
 
 
@@ -55,8 +57,11 @@ class Walk(NamedTuple):
 
 
 def read(ref: Any, item: Any) -> Walk:
-    """An item, inside a kernel."""
-    return Walk(*(ref[item * FIELDS + i] for i in range(FIELDS)))
+    """An item, inside a kernel.
+
+    Adding 0 makes plain numbers of it: under shard_map, what is read from memory has a type that loops do not take.
+    """
+    return Walk(*(ref[item * FIELDS + i] + 0 for i in range(FIELDS)))
 
 
 def by_queries(start: Array, end: Array, batch: int, tile: tuple[int, int]) -> Int[Array, " numbers"]:

@@ -7,6 +7,7 @@ emulation  the kernels in Pallas's interpreter, for tests on a CPU
 """
 
 from striped_attention.kernels.tpu.emulation import emulated
+from striped_attention.kernels.tpu.kernel import AUTOMATIC as AUTOMATIC
 from striped_attention.kernels.tpu.kernel import DIFFERENTIABLE as DIFFERENTIABLE
 from striped_attention.kernels.tpu.kernel import FULL_OUT as FULL_OUT
 from striped_attention.kernels.tpu.kernel import RATES as RATES

@@ -22,6 +22,7 @@ from striped_attention.kernels.rates import Rate, Rates
 from striped_attention.kernels.tpu.tile_list import MOST
 from striped_attention.runtime.sharding import current_device
 
+AUTOMATIC = True
 FULL_OUT = True
 SUMS_LAST = True
 DIFFERENTIABLE = False

@@ -1,0 +1,126 @@
+"""What needs JAX's compiler for GPUs, and no GPU (`make test-gpu-compile`): programs compiled for eight H200s."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import striped_attention as sa
+from striped_attention import cli
+from striped_attention.compiling.topology import GPUS, describe
+from striped_attention.kernels.contract import Block
+from striped_attention.kernels.hopper import kernel
+from striped_attention.runtime.compiler import GPU_OPTIONS
+from striped_attention.runtime.schedule import transfers
+from striped_attention.training.config import TrainConfig
+from striped_attention.training.step import Program
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("jax_cuda13_plugin") is None, reason="needs JAX's plugin for GPUs: make test-gpu-compile"
+)
+machine = functools.cache(describe)
+
+
+@pytest.mark.parametrize("kind", GPUS)
+def test_a_machine_of_eight(kind):
+    devices = machine(f"{kind}:1x1x8")
+    assert [device.device_kind for device in devices] == [f"NVIDIA {kind.upper()}"] * 8
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(dim=64, dtype="float16"),
+        dict(dim=128),
+        dict(dim=100, heads=(8, 1), slots=3000),
+        dict(dim=192, value_dim=128, heads=(4, 4), batch=2),
+        dict(dim=256),
+        dict(dim=128, alibi=True, softcap=30.0),
+    ],
+    ids=str,
+)
+def test_the_kernel_for_hopper_compiles(options):
+    """Both passes, by NVIDIA's assembler: shared memory and registers suffice."""
+    compile_block(**options)
+
+
+def compile_block(dim, value_dim=None, heads=(4, 2), slots=1024, batch=1, dtype="bfloat16", alibi=False, softcap=None):
+    where = NamedSharding(Mesh(np.array(machine("h200:1x1x8")[:1]), ("one",)), PartitionSpec())
+    shape = lambda *sizes, dtype=dtype: jax.ShapeDtypeStruct(sizes, jnp.dtype(dtype), sharding=where)  # noqa: E731
+    rows, keys = (batch, slots, heads[0]), (batch, slots, heads[1])
+    value_dim = value_dim or dim
+    ranges, positions = shape(batch, slots, dtype="int32"), shape(slots, dtype="int32")
+
+    def both(q, k, v, dout, start, end, positions):
+        bias = sa.alibi(jnp.ones(heads[0])) if alibi else None
+        block = Block(start, end, positions, positions, bias, scale=0.1, softcap=softcap)
+        out, lse = kernel.attend(q)(k, v, block)
+        return out, kernel.attend_grad(q, out, lse, dout)(k, v, block)
+
+    arrays = shape(*rows, dim), shape(*keys, dim), shape(*keys, value_dim), shape(*rows, value_dim)
+    return jax.jit(both).lower(*arrays, ranges, ranges, positions).compile()
+
+
+def ring_of_eight(layout, mask, options):
+    """The transfers of both passes of a ring."""
+    mesh = sa.make_mesh({"sequence": 8}, machine("h200:1x1x8"))
+    where = NamedSharding(mesh, PartitionSpec(None, "sequence"))
+    q, k = (jax.ShapeDtypeStruct((1, 65_536, heads, 128), jnp.bfloat16, sharding=where) for heads in (32, 8))
+    if mask == "documents":  # as `documents(…).permute(layout, 8)` leaves it
+        lo = jax.ShapeDtypeStruct((1, 65_536), jnp.int32, sharding=where)
+        mask = dataclasses.replace(sa.causal(), lo=lo, length=65_536, placed=(layout, 8))
+
+    def both(q, k, v, dout, mask):
+        attend = functools.partial(
+            sa.attention, mesh=mesh, axis_name="sequence", layout=layout, mask=mask, kernel="hopper"
+        )
+        out, pull = jax.vjp(attend, q, k, v)
+        return out, pull(dout)
+
+    compiled = jax.jit(both, compiler_options=options).lower(q, k, k, q, mask).compile()
+    return transfers(compiled.as_text())
+
+
+@pytest.mark.parametrize(
+    ("layout", "mask"),
+    [(sa.striped(128), "documents"), (sa.striped(1), sa.causal()), (sa.zigzag(), sa.sliding_window(20_000))],
+    ids=str,
+)
+def test_every_transfer_of_a_ring_of_eight_is_hidden(layout, mask):
+    """Keys and values, and their gradients, forward and backward: attention runs while they are on their way."""
+    sent = ring_of_eight(layout, mask, GPU_OPTIONS)
+    assert {transfer.dtype for transfer in sent} == {"bf16", "f32"}
+    assert [transfer for transfer in sent if not transfer.hidden] == []
+
+
+def test_without_the_options_some_are_not():
+    """So that the test above can fail."""
+    sent = ring_of_eight(sa.striped(128), sa.causal(), {})
+    assert any(not transfer.hidden for transfer in sent)
+
+
+def test_a_training_step_on_packed_documents(tmp_path, capsys):
+    options = "--topology h200:1x1x8 --preset 1b --length 64k --kernel hopper"
+    assert cli.main(["compile", *options.split(), "--output", f"{tmp_path}/said.json"]) == 0
+    said = json.loads((tmp_path / "said.json").read_text())
+    assert said["kernel"] == "hopper"
+    assert said["layout"] == "striped(128)"
+    assert all(transfer["hidden"] for transfer in said["result"]["transfers"])
+    assert "30 of 30" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_deterministic_step_adds_nothing_up_in_changing_order(deterministic):
+    """The gradients of embeddings are scattered. By default XLA lets threads race for that."""
+    config = TrainConfig(preset="debug", sequence_length=2048, kernel="hopper", deterministic=deterministic)
+    mesh = sa.make_mesh({"data": 1, "sequence": 8}, machine("h200:1x1x8"))
+    scattered = re.findall(r" scatter\(.*", Program(config, mesh).compiled.as_text())
+    assert scattered
+    assert all("unique_indices=true" in line for line in scattered) is deterministic
