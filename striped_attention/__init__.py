@@ -22,3 +22,4 @@ from striped_attention.inference.cache import KVCache as KVCache
 from striped_attention.planning.plan import plan as plan
 from striped_attention.runtime.compiler import compiler_options as compiler_options
 from striped_attention.runtime.mesh import make_mesh as make_mesh
+from striped_attention.strategies.strategy import strategy as strategy

@@ -24,7 +24,9 @@ from striped_attention.core.mask import Mask
 from striped_attention.kernels.choice import check_name, choose
 from striped_attention.kernels.contract import make_request
 from striped_attention.runtime.sharding import check_spec, current_device, mesh_for, reshard
-from striped_attention.strategies.ring import Ring, ring_attention
+from striped_attention.strategies.problem import Problem
+from striped_attention.strategies.ring import ring_attention
+from striped_attention.strategies.strategy import Strategy, exchanged_shapes, resolve
 
 
 @checks_itself
@@ -42,6 +44,7 @@ def attention(
     softcap: float | None = None,
     bias: Bias | None = None,
     sinks: Float[Array | np.ndarray, " heads"] | None = None,
+    strategy: str | Strategy = "ring",
     kernel: str = "auto",
     tile: int | tuple[int, int] | None = None,
     deterministic: bool = False,
@@ -63,6 +66,9 @@ def attention(
       softcap: scores become softcap · tanh(score / softcap).
       bias: `alibi(slopes)` or `relative_bias(table)`, added to the scores.
       sinks: one logit per head that takes part in the softmax and has no value (attention sinks).
+      strategy: how queries and keys come to meet. "ring": keys travel from device to device. "heads": each device gets
+        the whole sequence for its share of the heads (Ulysses). "gather": each device gathers all keys. Or
+        `sa.strategy(heads=…, gather=…)`, groups of neighbours and a ring of groups. All give the same answer.
       kernel: "auto", "xla" (plain JAX: everything, everywhere), "cudnn" (NVIDIA GPUs), "hopper" (H100 and H200; not
         measured yet, so "auto" does not take it) or "pallas_tpu" (TPUs). What "auto" takes, the fastest that can do
         what is asked, it says through `logging`, at level INFO; where that is a slow one on a GPU or TPU, a
@@ -90,6 +96,7 @@ def attention(
     length = check_length(query.shape[1], length, mask, layout, devices)
     check_batch(mask, query.shape[0])
     check_name(kernel)
+    resolve(strategy, devices)
     tile = check_options(scale, softcap, tile)
     ok = None
     if positions is not None:
@@ -100,6 +107,7 @@ def attention(
         layout=layout,
         scale=scale,
         softcap=softcap,
+        strategy=strategy,
         kernel=kernel,
         tile=tile,
         deterministic=deterministic,
@@ -128,6 +136,7 @@ def attention_shard(
     softcap: float | None = None,
     bias: Bias | None = None,
     sinks: Float[Array | np.ndarray, " heads"] | None = None,
+    strategy: str | Strategy = "ring",
     kernel: str = "auto",
     tile: int | tuple[int, int] | None = None,
     deterministic: bool = False,
@@ -167,30 +176,31 @@ def attention_shard(
     check_batch(mask, query.shape[0])
     tile = check_options(scale, softcap, tile)
     platform, kind = current_device()
+    chosen = resolve(strategy, devices, query.shape[2])
     request = make_request(
-        query,
-        key,
+        *exchanged_shapes(chosen, query, key),
         mask=mask,
-        layout=layout,
-        devices=devices,
+        layout=layout.grouped(chosen.heads),
+        devices=devices // chosen.heads,
         length=length,
         bias=bias,
         softcap=softcap,
         deterministic=deterministic,
+        gathered=chosen.gather > 1,
         tile=tile,
         platform=platform,
         device_kind=kind,
     )
-    chosen = choose(kernel, request).kernel
+    attend = choose(kernel, request).kernel
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)
-    ring = Ring(axis_name, devices, layout, length, padded_length, chosen, scale, softcap, tile)
+    problem = Problem(axis_name, devices, layout, length, padded_length, attend, scale, softcap, tile, chosen)
     ok = None
     if positions is not None:
         expected = layout.positions(lax.axis_index(axis_name), padded_length, devices)
         ok = check_positions(positions, expected, query.shape[0], length, layout, devices)
     with _forward_mode_refused():
-        out = ring_attention(ring, query, key, value, mask, bias, sinks)
+        out = ring_attention(problem, query, key, value, mask, bias, sinks)
     return poison(out, ok)
 
 

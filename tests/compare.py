@@ -6,6 +6,7 @@ attention makes (or as exact as float32, where plain attention happens to make n
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ import striped_attention as sa
 from striped_attention.core.layout import Layout
 from striped_attention.core.mask import Mask
 from striped_attention.core.oracle import dense_attention
+from striped_attention.strategies.strategy import Strategy
 
 FLOAT32_TOLERANCE = 1e-5
 
@@ -69,14 +71,14 @@ def mesh_of(devices: int, name: str = "sequence") -> jax.sharding.Mesh:
 
 
 @functools.lru_cache(maxsize=32)
-def on_mesh(shape: Shape, devices: int, layout: Layout, kernel: str = "auto") -> Any:
+def on_mesh(shape: Shape, devices: int, layout: Layout, **options: Any) -> Any:
     """A compiled function from arrays and a mask to the output and all gradients, in text order."""
 
     def output(arrays: dict[str, Any], mask: Mask) -> Any:
         q, k, v = (layout.permute(arrays[name], devices=devices, axis=1) for name in "qkv")
         out = sa.attention(
             q, k, v, mesh=mesh_of(devices), axis_name="sequence", layout=layout, mask=mask, length=shape.length,
-            kernel=kernel, tile=shape.tile, **shape.options(arrays),
+            tile=shape.tile, **shape.options(arrays), **options,
         )  # fmt: skip
         return layout.restore(out, devices=devices, axis=1, length=shape.length)
 
@@ -134,12 +136,12 @@ def smallest_scale(name: str, truth: dict[str, np.ndarray]) -> float:
     return rows if name == "dsinks" else 1.0
 
 
-def assert_exact(shape: Shape, devices: int, layout: Layout, mask: Mask, seed: int = 0) -> None:
+def assert_exact(shape: Shape, devices: int, layout: Layout, mask: Mask, seed: int = 0, **options: Any) -> None:
     """Attention on a mesh equals the oracle: output and all gradients."""
     arrays = shape.arrays(seed)
     visible = mask.dense(shape.length)
     truth = expected(shape, arrays, visible)
-    found = errors(on_mesh(shape, devices, layout)(arrays, mask), truth)
+    found = errors(on_mesh(shape, devices, layout, **options)(arrays, mask), truth)
     if shape.dtype == "float32":
         allowed = dict.fromkeys(found, FLOAT32_TOLERANCE)
     else:
@@ -152,7 +154,13 @@ def assert_exact(shape: Shape, devices: int, layout: Layout, mask: Mask, seed: i
             for name, error in plain.items()
         }
     wrong = {name: (error, allowed[name]) for name, error in found.items() if error > allowed[name]}
-    assert not wrong, f"error and allowed error of {wrong} with {layout} on {devices} devices, {mask}, {shape}"
+    assert not wrong, f"error and allowed error of {wrong} with {layout} on {devices}, {mask}, {shape}, {options}"
+
+
+def factorings(devices: int) -> list[Strategy]:
+    """Every strategy of so many devices."""
+    sizes = [n for n in range(1, devices + 1) if devices % n == 0]
+    return [Strategy(h, w) for h, w in itertools.product(sizes, sizes) if devices % (h * w) == 0]
 
 
 def random_segments(rng: np.random.Generator, batch: int, length: int, longest: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Random attention against the oracle, for as long as one likes: `make fuzz CASES=10000`.
 
-A *program* is what gets compiled: shape, options, dtype, layout, devices, tile. Compiling takes seconds, running takes
+A *program* is what gets compiled: shape, options, dtype, layout, devices, strategy, tile. Compiling takes seconds, running takes
 milliseconds; so each program serves many cases, which differ in data and in their masks (arbitrary monotone ranges).
 A failure prints the two seeds that repeat it.
 """
@@ -17,11 +17,12 @@ from tests import conftest  # noqa: F401  (before the library: 8 devices, strict
 import striped_attention as sa
 from striped_attention.core.layout import Layout
 from striped_attention.core.mask import Mask
-from tests.compare import Shape, assert_exact, random_mask
+from striped_attention.strategies.strategy import Strategy
+from tests.compare import Shape, assert_exact, factorings, random_mask
 
 
-def random_program(seed: int) -> tuple[Shape, int, Layout, Mask]:
-    """Shape with options, devices, layout, and the part of the mask that is known while tracing."""
+def random_program(seed: int) -> tuple[Shape, int, Layout, Mask, Strategy]:
+    """Shape with options, devices, layout, the part of the mask that is known while tracing, and the strategy."""
     rng = np.random.default_rng(seed)
     kv_heads = int(rng.choice([1, 2, 3]))
     shape = Shape(
@@ -46,15 +47,17 @@ def random_program(seed: int) -> tuple[Shape, int, Layout, Mask]:
         sa.prefix(int(rng.integers(80))),
         sa.sliding_window(int(rng.integers(1, 40))),
     ]
-    return shape, devices, layouts[rng.integers(4)], masks[rng.integers(5)]
+    strategies = [strategy for strategy in factorings(devices) if shape.heads % strategy.heads == 0]
+    strategy = strategies[rng.integers(len(strategies))]
+    return shape, devices, layouts[rng.integers(4)], masks[rng.integers(5)], strategy
 
 
 def check_case(program_seed: int, case_seed: int) -> None:
     """One random program on one random mask and random data."""
-    shape, devices, layout, mask = random_program(program_seed)
+    shape, devices, layout, mask, strategy = random_program(program_seed)
     rng = np.random.default_rng([program_seed, case_seed])
     mask = mask & random_mask(rng, shape.batch, shape.length)
-    assert_exact(shape, devices, layout, mask, seed=int(rng.integers(2**31)))
+    assert_exact(shape, devices, layout, mask, seed=int(rng.integers(2**31)), strategy=strategy)
 
 
 def main() -> None:

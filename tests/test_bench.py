@@ -21,7 +21,7 @@ from striped_attention.kernels import xla as kernel_xla
 from striped_attention.kernels.choice import KERNELS
 from striped_attention.kernels.cudnn import binding as cudnn
 from striped_attention.models import llama as model
-from striped_attention.strategies.ring import Ring
+from striped_attention.strategies.problem import Problem
 from tests.team import Here
 
 
@@ -216,7 +216,7 @@ def test_the_step_without_attention_keeps_all_products_of_weights(monkeypatch):
 
 def cheap_attention(q, k, v, *, axis_name, layout, length, **_):
     """Sends keys and values on, and that is all: the ring's own kernels take long to compile."""
-    ring = Ring(axis_name, CASE.members, layout, length, length, KERNELS["xla"], 1.0)
+    ring = Problem(axis_name, CASE.members, layout, length, length, KERNELS["xla"], 1.0)
     return step.without_attention(q, *ring.send((k, v), 1), None)
 
 

@@ -17,7 +17,7 @@ from striped_attention.core.oracle import dense_attention, dense_partial
 from striped_attention.core.partial import Partial
 from striped_attention.kernels import cudnn
 from striped_attention.kernels import decode as kernel_few
-from striped_attention.strategies.ring import Ring
+from striped_attention.strategies.problem import Problem
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU; see `make test-gpu`")
 
@@ -66,7 +66,7 @@ def test_contract(layout, dim, heads, kv_heads, dtype, members, windows):
     k, v = (random(2, slots, kv_heads, dim, seed=i, dtype=dtype) for i in (2, 3))
     masks = [sa.causal(), sa.full(), *map(sa.sliding_window, windows)]
     for mask, here, there in itertools.product(masks, range(members), range(members)):
-        ring = Ring("s", members, layout, length, length, cudnn, dim**-0.5)
+        ring = Problem("s", members, layout, length, length, cudnn, dim**-0.5)
         block = ring.meetings(mask, None, here)(there, here == there)
         slot = np.arange(slots)
         seen = (block.start[0][:, None] <= slot) & (slot < block.end[0][:, None])

@@ -18,7 +18,7 @@ from striped_attention.core.partial import Partial, merge
 from striped_attention.kernels.choice import KERNELS, refusal
 from striped_attention.kernels.contract import Block, Kernel, Pattern, Same, make_request
 from striped_attention.kernels.tiles import tile_spans
-from striped_attention.strategies.ring import Ring
+from striped_attention.strategies.problem import Problem
 from tests.compare import FLOAT32_TOLERANCE
 
 WAYS = [(name, way) for name, kernel in KERNELS.items() for way in kernel.EMULATIONS]
@@ -160,7 +160,7 @@ def test_the_blocks_of_a_ring(kernel, layout, mask):
     q, dout = rng.standard_normal((2, 1, slots, 2, dim)).astype("float32")
     k, v = rng.standard_normal((2, 1, slots, 1, dim)).astype("float32")
     inputs = (q, k, v, np.zeros((2, 8), "float32"))
-    ring = Ring("s", devices, layout, devices * slots, devices * slots, kernel, dim**-0.5)
+    ring = Problem("s", devices, layout, devices * slots, devices * slots, kernel, dim**-0.5)
     for here, there in [(0, 0), (2, 1)] + [(0, 1), (1, 0)] * (refused(kernel) is not None):
         block = ring.meetings(mask, None, here)(there, here == there)
         assert isinstance(block.pattern, Pattern)

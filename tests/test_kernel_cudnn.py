@@ -19,7 +19,8 @@ from striped_attention.kernels import cudnn, xla
 from striped_attention.kernels.choice import choose
 from striped_attention.kernels.contract import Pattern, make_request
 from striped_attention.kernels.cudnn import binding, kernel, pieces
-from striped_attention.strategies.ring import Ring, ring_attention
+from striped_attention.strategies.problem import Problem
+from striped_attention.strategies.ring import ring_attention
 from striped_attention.training import trainer
 from striped_attention.training.config import TrainConfig
 
@@ -72,7 +73,7 @@ def test_the_pieces_of_every_block_are_its_mask(layout, members):
             continue
         edges = {n + i for n in (2, slots, slots + 3, 2 * slots, length) for i in (-1, 0, 1)}
         for mask in (sa.full(), sa.causal(), *map(sa.sliding_window, sorted(edges - {0}))):
-            ring = Ring("s", members, layout, length, length, cudnn, 1.0)
+            ring = Problem("s", members, layout, length, length, cudnn, 1.0)
             for here, there in itertools.product(range(members), range(members)):
                 block = ring.meetings(mask, None, here)(there, here == there)
                 slot = np.arange(slots)
@@ -220,7 +221,7 @@ def test_a_ring_of_it_can_be_lowered_for_gpus():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("s",))
 
     def run(q, k, v):
-        ring = Ring("s", 4, sa.striped(), 256, 256, cudnn, 1.0)
+        ring = Problem("s", 4, sa.striped(), 256, 256, cudnn, 1.0)
         attend = functools.partial(ring_attention, ring, mask=sa.causal())
         spec = jax.P(None, "s")
         return jax.shard_map(attend, mesh=mesh, in_specs=(spec, spec, spec), out_specs=spec)(q, k, v)

@@ -38,6 +38,20 @@ def test_count_before_counts(layout, devices, length):
         np.testing.assert_array_equal(layout.count_before(device, limits, padded, devices), expected)
 
 
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(layout=layouts, groups=st.integers(1, 5), members=st.integers(1, 5), length=st.integers(1, 200))
+def test_layouts_are_closed_under_grouping(layout, groups, members, length):
+    """Whatever the last round has left; and all groups are joined alike."""
+    devices = groups * members
+    padded = layout.padded_length(length, devices)
+    held = layout.order(padded, devices).reshape(groups, -1)
+    for group, positions in enumerate(held):
+        joined = layout.join(positions[None, :, None], members, padded, devices)[0, :, 0]
+        np.testing.assert_array_equal(joined, np.sort(positions))
+        np.testing.assert_array_equal(joined, layout.grouped(members).positions(group, padded, groups))
+        np.testing.assert_array_equal(layout.split(joined, members, padded, devices, axis=0), positions)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_a_traced_device_gives_the_same_answers(layout):
     length, devices = 48, 4

@@ -159,6 +159,43 @@ class Layout:
         at = np.where(back, devices - 1 - turn, turn)
         return Stair(at, np.where(back, open_, done), before + part, np.where(back, done, open_))
 
+    def grouped(self, members: int) -> "Layout":
+        """The layout of groups of so many neighbouring devices, each taken for one device: again a layout.
+
+        Sort the tokens of a group, and they lie as this layout deals them to as many devices as there are groups.
+        """
+        return self if self.stripe is None else dataclasses.replace(self, stripe=self.stripe * members)
+
+    def join(self, x: Any, members: int, length: int, devices: int, axis: int = 1) -> Any:
+        """Slots of a group of neighbouring devices, one device after the other, as slots of `grouped(members)`.
+
+        `length` and `devices` are those of this layout. All groups are joined alike.
+        """
+        slots, width = self._deal(length, devices)
+        xp, rounds = namespace(x), slots // width
+        x = xp.moveaxis(x, axis, 0).reshape(members, slots, *x.shape[:axis], *x.shape[axis + 1 :])
+        whole = xp.swapaxes(x[:, : rounds * width].reshape(members, rounds, width, *x.shape[2:]), 0, 1)
+        whole, rest = self._turn_back(whole, 1), x[:, rounds * width :]
+        found = xp.concatenate([whole.reshape(-1, *x.shape[2:]), rest.reshape(-1, *x.shape[2:])])
+        return xp.moveaxis(found, 0, axis)
+
+    def split(self, x: Any, members: int, length: int, devices: int, axis: int = 1) -> Any:
+        """Undo `join`."""
+        slots, width = self._deal(length, devices)
+        xp, rounds = namespace(x), slots // width
+        x = xp.moveaxis(x, axis, 0)
+        whole = x[: members * rounds * width].reshape(rounds, members, width, *x.shape[1:])
+        whole = xp.swapaxes(self._turn_back(whole, 1), 0, 1).reshape(members, rounds * width, *x.shape[1:])
+        rest = x[members * rounds * width :].reshape(members, slots - rounds * width, *x.shape[1:])
+        return xp.moveaxis(xp.concatenate([whole, rest], axis=1).reshape(-1, *x.shape[1:]), 0, axis)
+
+    def _turn_back(self, x: Any, axis: int) -> Any:
+        """Reverse what is dealt in the opposite direction, in every second round (the first dimension)."""
+        if not self.backwards:
+            return x
+        xp = namespace(x)
+        return xp.stack([xp.flip(part, axis - 1) if i % 2 else part for i, part in enumerate(x)])
+
     def permute(
         self,
         x: Any,

@@ -32,7 +32,8 @@ from striped_attention.kernels.choice import check_name, choose
 from striped_attention.kernels.contract import Block, Request, Same, make_request
 from striped_attention.kernels.decode import Few, attend_few
 from striped_attention.runtime.sharding import current_device
-from striped_attention.strategies.ring import Ring, ring_partial
+from striped_attention.strategies.problem import Problem
+from striped_attention.strategies.ring import ring_partial
 
 P = PartitionSpec
 
@@ -191,7 +192,7 @@ def prefill_attention_shard(
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     mask = causal() if cache.window is None else sliding_window(cache.window)
     chosen = choose(kernel, among).kernel
-    ring = Ring(cache.axis_name, devices, cache.layout, new, new, chosen, scale, softcap, tile)
+    ring = Problem(cache.axis_name, devices, cache.layout, new, new, chosen, scale, softcap, tile)
     result = ring_partial(ring, query, key, value, mask, bias)
     of_cache = dataclasses.replace(ring, kernel=choose(kernel, before).kernel)
     attend_before = lambda: merge(result, _attend_before(of_cache, query, cache, bias))  # noqa: E731
@@ -219,7 +220,7 @@ def prefill_requests(
     return among, before
 
 
-def _attend_before(ring: Ring, query: Array, cache: KVCache, bias: Bias | None) -> Partial:
+def _attend_before(ring: Problem, query: Array, cache: KVCache, bias: Bias | None) -> Partial:
     """Attention of the queries of new tokens to what was in the cache before them.
 
     Every device attends to its own slots with everybody's queries; then the partial results go where these came from.
@@ -230,7 +231,7 @@ def _attend_before(ring: Ring, query: Array, cache: KVCache, bias: Bias | None) 
     return merge_all(jax.tree.map(lambda x: lax.all_to_all(x, cache.axis_name, 0, 0, tiled=True), parts))
 
 
-def _attend_all(ring: Ring, everybody: Array, cache: KVCache) -> Partial:
+def _attend_all(ring: Problem, everybody: Array, cache: KVCache) -> Partial:
     """Attention of everybody's new queries to all that this device's slots hold."""
     devices, batch, slots = everybody.shape[:3]
     counts = cache.ranges(lax.axis_index(cache.axis_name), cache.lengths[:, None])[0][1]
@@ -243,7 +244,7 @@ def _attend_all(ring: Ring, everybody: Array, cache: KVCache) -> Partial:
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(batch, devices, slots, *x.shape[2:]), 1, 0), found)
 
 
-def _attend_ranges(ring: Ring, everybody: Array, cache: KVCache, bias: Bias | None) -> Partial:
+def _attend_ranges(ring: Problem, everybody: Array, cache: KVCache, bias: Bias | None) -> Partial:
     """Attention of everybody's new queries to this device's slots, each to what it sees of them.
 
     One device's queries after the other's, for these are sorted by position, and one sequence after the other, for they

@@ -50,9 +50,9 @@ class Request:
 
     `queries` and `keys` are those of one device, padding included; `length` counts the real tokens of the sequence.
     `documents` says that the mask is more than a window and a prefix. `bias` is "slopes" (ALiBi) or "values" (a table).
-    `deterministic` asks for gradients that are the same bits in every run. `device_kind` is JAX's name of the device;
-    "" if unknown. `here` is False for a plan: then nothing is asked of the devices of this machine, nor of the
-    installed libraries.
+    `deterministic` asks for gradients that are the same bits in every run. `gathered` keys are those of several
+    devices. `device_kind` is JAX's name of the device; "" if unknown. `here` is False for a plan: then nothing is asked
+    of the devices of this machine, nor of the installed libraries.
     """
 
     batch: int
@@ -71,6 +71,7 @@ class Request:
     bias: str | None
     softcap: float | None
     deterministic: bool
+    gathered: bool
     tile: tuple[int, int] | None
     platform: str
     device_kind: str
@@ -102,6 +103,7 @@ def make_request(
     bias: Bias | None = None,
     softcap: float | None = None,
     deterministic: bool = False,
+    gathered: bool = False,
     tile: tuple[int, int] | None = None,
     device_kind: str = "",
     here: bool = True,
@@ -130,6 +132,7 @@ def make_request(
         bias=None if bias is None else "slopes" if bias.values is None else "values",
         softcap=softcap,
         deterministic=deterministic,
+        gathered=gathered,
         tile=tile,
         platform="gpu" if platform in ("cuda", "rocm") else platform,
         device_kind=device_kind,

@@ -18,7 +18,6 @@ N - 1 hops too. They are float32; k and v travel in their own dtype, key heads o
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,69 +30,31 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
 from striped_attention.core.bias import Bias
-from striped_attention.core.layout import Layout
 from striped_attention.core.mask import Mask
 from striped_attention.core.partial import Partial, accumulator, add_sinks, merge
-from striped_attention.kernels.contract import Block, Kernel, Pattern
-from striped_attention.strategies.hops import needed_hops
+from striped_attention.kernels.contract import Block
+from striped_attention.strategies.exchange import from_heads, gather, scatter, send, to_heads
+from striped_attention.strategies.problem import Problem
 
 # What a backward pass needs of a forward pass besides q, k and v. jax.checkpoint with the policy
 # jax.checkpoint_policies.save_only_these_names(*SAVED) recomputes everything else, but never the ring.
 SAVED = ("attention_out", "attention_lost", "attention_lse")
+_MOST_GROUPS = 4  # of heads whose keys are gathered one after the other
 
 
-@dataclasses.dataclass(frozen=True)
-class Ring:
-    """Everything about a ring that is known while tracing."""
+class _Keys(NamedTuple):
+    """What a device holds of k and v: the part that travels, and what is gathered of it, None where nothing is."""
 
-    axis_name: str
-    devices: int
-    layout: Layout
-    length: int
-    padded_length: int
-    kernel: Kernel
-    scale: float
-    softcap: float | None = None
-    tile: tuple[int, int] | None = None
+    part: Any
+    gathered: Any
 
-    def offsets(self, mask: Mask) -> tuple[int, ...]:
-        """How many places back the keys come from, step by step."""
-        return needed_hops(self.layout, mask.window, mask.prefix, self.length, self.padded_length, self.devices)
+    @property
+    def all(self) -> Any:
+        return self.part if self.gathered is None else self.gathered
 
-    def blocks(self, mask: Mask, bias: Bias | None) -> Callable[[Any], Block]:
-        """A function from an offset to the block of this device's queries with the keys from `offset` places back."""
-        here = lax.axis_index(self.axis_name)
-        meet = self.meetings(mask, bias, here)
 
-        def block(offset: Any) -> Block:
-            own = isinstance(offset, int) and offset == 0
-            return meet(here if own else (here - offset) % self.devices, own)
-
-        return block
-
-    def meetings(self, mask: Mask, bias: Bias | None, here: Any) -> Callable[[Any, bool], Block]:
-        """A function from another device to the block of `here`'s queries with its keys, and whether it is the same.
-
-        What does not change from block to block is computed once. `mask` is that of `here`'s queries.
-        """
-        place = functools.partial(self.layout.positions, length=self.padded_length, devices=self.devices)
-        positions = place(here)
-        lo, hi = mask.bounds(positions, self.length)
-        known = mask.lo is None and mask.hi is None and mask.prefix in (None, 0)
-        shape = (self.layout, self.devices, self.padded_length)
-
-        def block(there: Any, own: bool) -> Block:
-            count = functools.partial(self.layout.count_before, there, length=self.padded_length, devices=self.devices)
-            pattern = Pattern(*shape, causal=mask.prefix == 0, window=mask.window, own=own) if known else None
-            ranges = count(lo), count(hi), positions, positions if own else place(there)
-            return Block(*ranges, bias, pattern, self.scale, self.softcap, self.tile)
-
-        return block
-
-    def send(self, x: Any, places: int) -> Any:
-        """Pass a pytree `places` on along the ring."""
-        pairs = [(i, (i + places) % self.devices) for i in range(self.devices)]
-        return jax.tree.map(lambda leaf: lax.ppermute(leaf, self.axis_name, pairs), x)
+def _hold(problem: Problem, part: Any) -> _Keys:
+    return _Keys(part, None if problem.strategy.gather == 1 else gather(problem, part))
 
 
 class _Run(NamedTuple):
@@ -105,7 +66,7 @@ class _Run(NamedTuple):
 
 
 def ring_attention(
-    ring: Ring,
+    problem: Problem,
     q: Float[Array, "batch slots heads dim"],
     k: Float[Array, "batch slots kv_heads dim"],
     v: Float[Array, "batch slots kv_heads dim"],
@@ -117,105 +78,131 @@ def ring_attention(
     # Adding a zero that varies over every mesh axis that some input varies over makes all inputs vary alike, as loops
     # under shard_map's check_vma demand. It costs nothing, and its transpose sums the gradients of replicated inputs.
     inputs = (q, k, v, mask, bias, sinks)
-    zero = lax.axis_index(ring.axis_name) * 0
+    zero = lax.axis_index(problem.axis_name) * 0
     for leaf in jax.tree.leaves(inputs):
         zero = zero + jnp.zeros_like(leaf, shape=(), dtype=zero.dtype)
     inputs = jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), inputs)
-    if ring.length == ring.padded_length:
-        return _ring_attention(ring, *inputs)
+    if problem.length == problem.padded_length:
+        return _exchanged(problem, *inputs)
     # Nothing may come out of padding, not even the NaN that a model may have made there of zeros: 0 · NaN is NaN.
-    held = ring.layout.positions(lax.axis_index(ring.axis_name), ring.padded_length, ring.devices)
-    blank = lambda x: jnp.where((held < ring.length)[None, :, None, None], x, 0)  # noqa: E731
-    return blank(_ring_attention(ring, *map(blank, inputs[:3]), *inputs[3:]))
+    held = problem.layout.positions(lax.axis_index(problem.axis_name), problem.padded_length, problem.devices)
+    blank = lambda x: jnp.where((held < problem.length)[None, :, None, None], x, 0)  # noqa: E731
+    return blank(_exchanged(problem, *map(blank, inputs[:3]), *inputs[3:]))
+
+
+def _exchanged(problem: Problem, *inputs: Any) -> Array:
+    """With tokens traded for heads, and back."""
+    if problem.strategy.heads == 1:
+        return _ring_attention(problem, *inputs)
+    return from_heads(problem, _ring_attention(problem, *to_heads(problem, *inputs)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring_attention(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any) -> Array:
-    return _forward(ring, q, k, v, mask, bias, sinks)[0]
+def _ring_attention(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any) -> Array:
+    return _forward(problem, q, k, v, mask, bias, sinks)[0]
 
 
-def ring_partial(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any) -> Partial:
+def ring_partial(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any) -> Partial:
     """The forward pass alone, with the log of the sums that its result was divided by."""
-    block = ring.blocks(mask, bias)
-    offsets = ring.offsets(mask)
-    attend = ring.kernel.attend(q)
+    block = problem.blocks(mask, bias)
+    offsets = problem.offsets(mask)
+    if len(offsets) == 1:
+        return _own_partial(problem, block(0), q, (k, v))
+    attend = problem.kernel.attend(q)
 
     def step(carry: Any, offset: Any, places: int) -> Any:
-        kv, result = carry
-        sent = ring.send(kv, places)
-        part = attend(*kv, block(offset))
+        keys, result = carry
+        sent = _hold(problem, send(problem, keys.part, places))
+        part = attend(*keys.all, block(offset))
         return (_after(sent, part.lse), merge(result, part)), None
 
-    if len(offsets) == 1:
-        return attend(k, v, block(0))
-    sent = ring.send((k, v), offsets[1])
-    result = attend(k, v, block(0))
-    kv = _after(sent, result.lse)
+    keys = _hold(problem, (k, v))
+    sent = _hold(problem, send(problem, (k, v), offsets[1]))
+    result = attend(*keys.all, block(0))
+    keys = _after(sent, result.lse)
     for run in _runs(offsets[1:]):
-        (kv, result), _ = lax.scan(functools.partial(step, places=run.places), (kv, result), run.offsets)
-    return merge(result, attend(*kv, block(offsets[-1])))
+        (keys, result), _ = lax.scan(functools.partial(step, places=run.places), (keys, result), run.offsets)
+    return merge(result, attend(*keys.all, block(offsets[-1])))
 
 
-def _forward(ring: Ring, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any) -> tuple[Array, Any]:
+def _own_partial(problem: Problem, block: Block, q: Array, kv: Any) -> Partial:
+    """Attention to the keys of this device and of those that it gathers from, where no others are needed.
+
+    Gathered keys come by groups of heads: while some are on their way, attention to the ones before runs.
+    """
+    groups = _groups(problem, q.shape[2], kv[0].shape[2])
+    parts: list[Partial] = []
+    keys = gather(problem, groups[0].of_keys(kv))
+    for heads, after in itertools.zip_longest(groups, groups[1:]):
+        following = None if after is None else gather(problem, after.of_keys(kv))
+        parts.append(problem.kernel.attend(q[:, :, heads.queries])(*keys, heads.of_block(block)))
+        keys = _after(following, parts[-1].lse)
+    return parts[0] if len(parts) == 1 else Partial(*(jnp.concatenate(x, axis=2) for x in zip(*parts, strict=True)))
+
+
+def _forward(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any) -> tuple[Array, Any]:
     dtype = accumulator(q.dtype)
-    result = add_sinks(ring_partial(ring, q, k, v, mask, bias), sinks)
+    result = add_sinks(ring_partial(problem, q, k, v, mask, bias), sinks)
     out = checkpoint_name(result.out.astype(q.dtype), SAVED[0])
     # dq and dk are small differences of large numbers, one of them out · dout, so the backward pass needs all of out.
     # What rounding takes from it is kept in the inputs' dtype, at half the cost of keeping out in float32.
     lost = None
-    if q.dtype != dtype and ring.kernel.FULL_OUT:
+    if q.dtype != dtype and problem.kernel.FULL_OUT:
         lost = checkpoint_name((result.out - out.astype(dtype)).astype(q.dtype), SAVED[1])
     lse = checkpoint_name(result.lse, SAVED[2])
     return out, (q, k, v, mask, bias, sinks, out, lost, lse)
 
 
-def _backward(ring: Ring, residuals: Any, dout: Array) -> Any:
-    dq, dk, dv, dbias, dsinks = _gradients(ring, residuals, dout)
+def _backward(problem: Problem, residuals: Any, dout: Array) -> Any:
+    dq, dk, dv, dbias, dsinks = _gradients(problem, residuals, dout)
     return dq, dk, dv, None, dbias, dsinks
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _gradients(ring: Ring, residuals: Any, dout: Array) -> Any:
+def _gradients(problem: Problem, residuals: Any, dout: Array) -> Any:
     """The gradients of q, k, v, bias and sinks."""
     q, k, v, mask, bias, sinks, out, lost, lse = residuals
     out, dout = out.astype(lse.dtype), dout.astype(lse.dtype)
     if lost is not None:
         out = out + lost.astype(lse.dtype)
-    block = ring.blocks(mask, bias)
-    offsets = ring.offsets(mask)
-    attend_grad = ring.kernel.attend_grad(q, out, lse, dout)
+    block = problem.blocks(mask, bias)
+    offsets = problem.offsets(mask)
+    attend_grad = problem.kernel.attend_grad(q, out, lse, dout)
 
-    def step(kv: Any, stay: Any, travel: Any, offset: Any, places: int | None, came: int | None) -> Any:
-        sent = None if places is None else ring.send(kv, places)
-        arrived = None if came is None else ring.send(travel, came)
-        dq, dk, dv, dbias = attend_grad(*kv, block(offset))
-        sent, part = _after(sent, dq), (dk, dv)
-        if ring.kernel.SUMS_LAST and sent is not None and arrived is not None:
-            part = _after(part, sent[0])
+    def step(keys: Any, stay: Any, travel: Any, offset: Any, places: int | None, came: int | None) -> Any:
+        sent = None if places is None else _hold(problem, send(problem, keys.part, places))
+        arrived = None if came is None else send(problem, travel, came)
+        dq, dk, dv, dbias = attend_grad(*keys.all, block(offset))
+        sent, part = _after(sent, dq), scatter(problem, (dk, dv))
+        if problem.kernel.SUMS_LAST and sent is not None and arrived is not None:
+            part = _after(part, sent.part[0])
         return sent, _add(stay, (dq, dbias)), _add(arrived, part)
 
     def loop(carry: Any, offset: Any, run: _Run) -> Any:
-        kv, stay, travel = carry
-        return step(kv, stay, travel, offset, run.places, run.came), None
+        keys, stay, travel = carry
+        return step(keys, stay, travel, offset, run.places, run.came), None
 
     hops = [b - a for a, b in itertools.pairwise(offsets)]
     second = hops[1] if hops[1:] else None
-    own = functools.partial(_own_gradients, ring, block(0), (q, out, lse, dout), (k, v))
-    *early, late = _halves(q.shape[2], k.shape[2]) if hops else [_Heads()]
-    kv = ring.send((k, v), hops[0]) if hops else None
-    parts = [own(heads) for heads in early]
+    own = functools.partial(_own_gradients, problem, block(0), (q, out, lse, dout), (k, v))
+    *early, late = _halves(q.shape[2], k.shape[2]) if hops else _groups(problem, q.shape[2], k.shape[2])
+    keys = _hold(problem, send(problem, (k, v), hops[0])) if hops else None
+    parts, last = [], None
+    for heads in early:
+        parts.append(own(heads, last))
+        last = parts[-1][0]
     stay = arrived = None
     if hops:
-        kv = functools.reduce(_after, (dq for dq, *_ in parts), kv)
-        kv, stay, travel = step(kv, None, None, offsets[1], second, None)
+        keys = functools.reduce(_after, (dq for dq, *_ in parts), keys)
+        keys, stay, travel = step(keys, None, None, offsets[1], second, None)
         joined = sends_backward(len(hops)) > len(hops)
         inner = (*offsets[2:], offsets[-1] + hops[-1]) if joined else offsets[2:]
         for run in _runs(inner, came=second):
-            (kv, stay, travel), _ = lax.scan(functools.partial(loop, run=run), (kv, stay, travel), run.offsets)
+            (keys, stay, travel), _ = lax.scan(functools.partial(loop, run=run), (keys, stay, travel), run.offsets)
         if second is not None and not joined:
-            _, stay, travel = step(kv, stay, travel, offsets[-1], None, hops[-1])
-        arrived = ring.send(travel, ring.devices - offsets[-1])
-    dq, dk, dv, dbias = _join_heads([*parts, own(late)], k.shape[2])
+            _, stay, travel = step(keys, stay, travel, offsets[-1], None, hops[-1])
+        arrived = send(problem, travel, problem.ring - offsets[-1])
+    dq, dk, dv, dbias = _join_heads([*parts, own(late, None if hops else last)], k.shape[2])
     (dq, dbias), (dk, dv) = _add(stay, (dq, dbias)), _add(arrived, (dk, dv))
     dsinks = None if sinks is None else _sinks_gradient(sinks, out, lse, dout)
     cast = functools.partial(jax.tree.map, lambda grad, x: grad.astype(x.dtype))
@@ -223,11 +210,11 @@ def _gradients(ring: Ring, residuals: Any, dout: Array) -> Any:
 
 
 @_gradients.defjvp
-def _gradients_jvp(ring: Ring, primals: Any, tangents: Any) -> Any:
+def _gradients_jvp(problem: Problem, primals: Any, tangents: Any) -> Any:
     """Second derivatives, forward over reverse, with kernels in plain JAX. Reverse over reverse says that it is not."""
-    if not ring.kernel.DIFFERENTIABLE:
+    if not problem.kernel.DIFFERENTIABLE:
         raise NotImplementedError("This kernel has no second derivatives. Use kernel='xla'.")
-    found, tangents = jax.jvp(functools.partial(_gradients.fun, ring), primals, tangents)
+    found, tangents = jax.jvp(functools.partial(_gradients.fun, problem), primals, tangents)
     return found, jax.tree.map(_forward_only.bind, tangents)
 
 
@@ -279,6 +266,24 @@ class _Heads(NamedTuple):
     queries: slice = slice(None)
     keys: slice = slice(None)
 
+    def of_keys(self, kv: Any) -> Any:
+        return jax.tree.map(lambda x: x[:, :, self.keys], kv)
+
+    def of_block(self, block: Block) -> Block:
+        return dataclasses.replace(block, bias=jax.tree.map(lambda x: x[self.queries], block.bias))
+
+
+def _groups(problem: Problem, heads: int, kv_heads: int) -> list[_Heads]:
+    """All heads; where keys are gathered, in equal groups of whole key heads, of which one is in memory at a time."""
+    if problem.strategy.gather == 1:
+        return [_Heads()]
+    count = max(n for n in range(1, _MOST_GROUPS + 1) if kv_heads % n == 0)
+    size, shared = kv_heads // count, heads // kv_heads
+    return [
+        _Heads(slice(first * shared, (first + size) * shared), slice(first, first + size))
+        for first in range(0, kv_heads, size)
+    ]
+
 
 def _halves(heads: int, kv_heads: int) -> list[_Heads]:
     """All heads in two parts, or in one if there is but one. A single key head is seen by both parts."""
@@ -290,11 +295,15 @@ def _halves(heads: int, kv_heads: int) -> list[_Heads]:
     return [_Heads(slice(half * shared), slice(half)), _Heads(slice(half * shared, None), slice(half, None))]
 
 
-def _own_gradients(ring: Ring, block: Block, rows: Any, kv: Any, heads: _Heads) -> tuple[Array, Array, Array, Any]:
-    """dq, dk, dv and dbias of a device's own block, for some heads."""
-    attend_grad = ring.kernel.attend_grad(*(x[:, :, heads.queries] for x in rows))
-    block = dataclasses.replace(block, bias=jax.tree.map(lambda x: x[heads.queries], block.bias))
-    return attend_grad(*(x[:, :, heads.keys] for x in kv), block)
+def _own_gradients(
+    problem: Problem, block: Block, rows: Any, kv: Any, heads: _Heads, before: Any = None
+) -> tuple[Array, Array, Array, Any]:
+    """dq, dk, dv and dbias of a device's own block, for some heads, not before `before`, a gradient, is there."""
+    attend_grad = problem.kernel.attend_grad(*(x[:, :, heads.queries] for x in rows))
+    keys = heads.of_keys(kv)
+    keys = gather(problem, keys if before is None else _after(keys, before))
+    dq, dk, dv, dbias = attend_grad(*keys, heads.of_block(block))
+    return dq, *scatter(problem, (dk, dv)), dbias
 
 
 def _join_heads(parts: list[Any], kv_heads: int) -> tuple[Array, Array, Array, Any]:

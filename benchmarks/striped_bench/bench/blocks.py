@@ -26,7 +26,7 @@ from striped_attention.kernels.choice import KERNELS
 from striped_attention.kernels.contract import Block, Kernel
 from striped_attention.planning.work import count_pairs
 from striped_attention.runtime.record import usable_cores
-from striped_attention.strategies.ring import Ring
+from striped_attention.strategies.problem import Problem
 from striped_bench.bench import problem
 from striped_bench.bench.run import Row, interleaved, say, seconds
 from striped_bench.bench.workers import Team, check_pinned, pick_cores
@@ -57,7 +57,7 @@ class Case:
         """Of a device, step by step: whose keys are met, and the block, as in the ring."""
         tile = None if self.tile is None else (self.tile, self.tile)
         sizes = (self.devices, self.layout, self.length, self.length)
-        ring = Ring("timed", *sizes, kernel, self.shape.dim**-0.5, tile=tile)
+        ring = Problem("timed", *sizes, kernel, self.shape.dim**-0.5, tile=tile)
         held = slice(here * self.length // self.devices, (here + 1) * self.length // self.devices)
         own = jax.tree.map(lambda x: np.asarray(x)[:, held], self.mask.permute(self.layout, self.devices))
         meet = ring.meetings(own, None, here)

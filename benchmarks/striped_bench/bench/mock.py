@@ -28,7 +28,8 @@ from striped_attention.kernels.cudnn import binding as cudnn
 from striped_attention.models import stages as parallel
 from striped_attention.models.stages import AXES
 from striped_attention.runtime.record import usable_cores
-from striped_attention.strategies.ring import Ring
+from striped_attention.strategies import ring
+from striped_attention.strategies.problem import Problem
 from striped_bench.bench.workers import Team
 
 
@@ -57,15 +58,15 @@ def results(function: Callable[..., Iterable[Any]], mocked: int | None = None, *
 @contextlib.contextmanager
 def keys_at_home(sums: bool = False) -> Iterator[None]:
     """Let members keep their keys and values instead of sending them, and with `sums` those of dk and dv too."""
-    send = Ring.send
+    send = ring.send
 
-    def stay(self: Ring, x: Any, places: int) -> Any:
+    def stay(problem: Problem, x: Any, places: int) -> Any:
         sent = lambda leaf: leaf.dtype == jnp.float32 and not sums  # noqa: E731
-        return jax.tree.map(lambda leaf: send(self, leaf, places) if sent(leaf) else lax.rev(leaf, (2,)), x)
+        return jax.tree.map(lambda leaf: send(problem, leaf, places) if sent(leaf) else lax.rev(leaf, (2,)), x)
 
     jax.clear_caches()  # before and after: this is no argument that JAX could see
     try:
-        with unittest.mock.patch.object(Ring, "send", stay):
+        with unittest.mock.patch.object(ring, "send", stay):
             yield
     finally:
         jax.clear_caches()

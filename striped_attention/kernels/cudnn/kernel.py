@@ -48,6 +48,8 @@ def default_tile(request: Request) -> tuple[int, int]:
 
 def unsupported(request: Request) -> str | None:
     """What this kernel cannot do of what is asked, in a sentence; None if it can do all of it."""
+    if request.gathered:
+        return "It needs as many keys as queries, dealt alike, not keys that were gathered from several devices."
     if request.documents or request.prefix not in (None, 0):
         return "It knows causal, full and window masks, not documents or a prefix, nor the ranges of a windowed cache."
     if request.causal and (reason := _too_many_runs(request)):

@@ -1,0 +1,91 @@
+"""Problem: what is asked, apart from what moves when: the block of any group's queries with any group's keys."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jax import lax
+
+from striped_attention.core.bias import Bias
+from striped_attention.core.layout import Layout
+from striped_attention.core.mask import Mask
+from striped_attention.kernels.contract import Block, Kernel, Pattern
+from striped_attention.strategies.hops import needed_hops
+from striped_attention.strategies.strategy import RING, Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Everything about attention over a mesh axis that is known while tracing.
+
+    `layout` deals the tokens to the `devices` of the axis. Attention itself sees fewer, larger devices: queries are
+    those of a group that shares out heads, and keys those of the groups that gather them.
+    """
+
+    axis_name: str
+    devices: int
+    layout: Layout
+    length: int
+    padded_length: int
+    kernel: Kernel
+    scale: float
+    softcap: float | None = None
+    tile: tuple[int, int] | None = None
+    strategy: Strategy = RING
+
+    @property
+    def query_layout(self) -> Layout:
+        return self.layout.grouped(self.strategy.heads)
+
+    @property
+    def query_devices(self) -> int:
+        return self.devices // self.strategy.heads
+
+    @property
+    def key_layout(self) -> Layout:
+        return self.layout.grouped(self.strategy.group)
+
+    @property
+    def ring(self) -> int:
+        """The groups that keys travel among."""
+        return self.devices // self.strategy.group
+
+    def offsets(self, mask: Mask) -> tuple[int, ...]:
+        """How many places back in the ring keys come from, step by step."""
+        return needed_hops(self.key_layout, mask.window, mask.prefix, self.length, self.padded_length, self.ring)
+
+    def blocks(self, mask: Mask, bias: Bias | None) -> Callable[[Any], Block]:
+        """A function from an offset to the block of this device's queries with the keys from `offset` places back."""
+        device = lax.axis_index(self.axis_name)
+        meet = self.meetings(mask, bias, _divide(device, self.strategy.heads))
+        here = _divide(device, self.strategy.group)
+
+        def block(offset: Any) -> Block:
+            own = isinstance(offset, int) and offset == 0
+            return meet(here if own else (here - offset) % self.ring, own)
+
+        return block
+
+    def meetings(self, mask: Mask, bias: Bias | None, here: Any) -> Callable[[Any, bool], Block]:
+        """A function from a group of keys to their block with `here`'s queries, and whether these are among them.
+
+        What does not change from block to block is computed once. `mask` is that of `here`'s queries.
+        """
+        positions = self.query_layout.positions(here, self.padded_length, self.query_devices)
+        lo, hi = mask.bounds(positions, self.length)
+        known = mask.lo is None and mask.hi is None and mask.prefix in (None, 0) and self.strategy.gather == 1
+        shape = (self.query_layout, self.query_devices, self.padded_length)
+        keys, where = self.key_layout, (self.padded_length, self.ring)
+
+        def block(there: Any, own: bool) -> Block:
+            start, end = (keys.count_before(there, x, *where) for x in (lo, hi))
+            pattern = Pattern(*shape, causal=mask.prefix == 0, window=mask.window, own=own) if known else None
+            alike = own and self.strategy.gather == 1
+            places = positions, positions if alike else keys.positions(there, *where)
+            return Block(start, end, *places, bias, pattern, self.scale, self.softcap, self.tile)
+
+        return block
+
+
+def _divide(device: Any, size: int) -> Any:
+    return device if size == 1 else lax.div(device, size)

@@ -1,0 +1,89 @@
+"""Strategy: how queries and keys of different devices come to meet.
+
+The devices of a sequence axis are factored, N = heads × gather × ring, neighbours first:
+
+    heads     all-to-all among `heads` neighbours: each gets all of their tokens, for its share of the heads (Ulysses)
+    gather    all-gather of K and V among `gather` such groups: each has all of their keys, for its own queries
+    ring      K and V travel from one group of groups to the next, behind the arithmetic
+
+Layouts are closed under grouping (`layout.grouped`), so after each exchange tokens lie in a layout again, and a mask is
+still a range of slots.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from striped_attention.core.annotations import checks_itself
+from striped_attention.core.layout import check_whole
+
+NAMES = ("ring", "gather", "heads")
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """Sizes of the groups of devices; made by `strategy`. The ring takes the rest."""
+
+    heads: int = 1
+    gather: int = 1
+
+    @property
+    def group(self) -> int:
+        """Devices that the ring takes for one."""
+        return self.heads * self.gather
+
+    def key_copies(self, heads: int, kv_heads: int) -> int:
+        """How often a key head is sent, so that equal shares of the query heads find theirs among equal shares.
+
+        A device's share of the query heads sees whole key heads, parts of a single one, or pieces of some: of the
+        largest size that fills shares and divides the query heads of a key head.
+        """
+        shared = heads // kv_heads
+        return shared // math.gcd(shared, heads // self.heads)
+
+
+RING = Strategy()
+
+
+@checks_itself
+def strategy(*, heads: int = 1, gather: int = 1) -> Strategy:
+    """A strategy by the sizes of its groups: neighbours that share out heads, groups that gather keys.
+
+    `heads · gather` must divide the devices of the sequence axis, and a ring joins what is left: of 8 devices
+    `strategy(heads=2)` makes a ring of 4, `strategy(heads=8)` none.
+    """
+    return Strategy(check_whole("heads", heads), check_whole("gather", gather))
+
+
+def resolve(asked: Any, devices: int, heads: int | None = None) -> Strategy:
+    """The strategy that is asked for, by name or sizes; raises if so many devices, or query heads, cannot follow it."""
+    if isinstance(asked, str) and asked in NAMES:
+        found = {"ring": RING, "gather": Strategy(gather=devices), "heads": Strategy(heads=devices)}[asked]
+    elif isinstance(asked, Strategy):
+        found = asked
+    else:
+        raise ValueError(
+            f"strategy must be one of {', '.join(map(repr, NAMES))}, or sa.strategy(heads=…, gather=…); got {asked!r}."
+        )
+    if devices % found.group:
+        raise ValueError(
+            f"heads · gather of a strategy must divide the {devices} devices of the sequence axis; got heads="
+            f"{found.heads}, gather={found.gather}."
+        )
+    if heads is not None and heads % found.heads:
+        raise ValueError(
+            f"A strategy shares out query heads equally: {heads} heads cannot be shared by heads={found.heads} "
+            f"devices. Use sa.strategy(heads={math.gcd(heads, found.heads)}) with a ring or gather for the rest."
+        )
+    return found
+
+
+def exchanged_shapes(strategy: Strategy, query: Any, key: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Shapes of a device's queries and keys as a kernel gets them, after tokens were traded for heads and gathered."""
+    batch, slots, heads, dim = query.shape
+    kv_heads = key.shape[2] * strategy.key_copies(heads, key.shape[2])
+    queries = (batch, slots * strategy.heads, heads // strategy.heads, dim)
+    keys = (batch, slots * strategy.group, kv_heads // strategy.heads, dim)
+    return jax.ShapeDtypeStruct(queries, query.dtype), jax.ShapeDtypeStruct(keys, key.dtype)

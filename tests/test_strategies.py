@@ -1,0 +1,157 @@
+"""Every strategy is exact: heads × gather × ring, whatever the devices, layouts, masks and heads."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import striped_attention as sa
+from striped_attention.core.oracle import dense_attention
+from striped_attention.kernels import cudnn
+from striped_attention.runtime.schedule import traffic
+from tests.compare import FLOAT32_TOLERANCE, Shape, assert_exact, factorings, mesh_of, random_segments
+
+LAYOUTS = [sa.contiguous(), sa.striped(), sa.striped(4), sa.zigzag()]
+LENGTH = 53
+
+
+def masks(batch):
+    ids = random_segments(np.random.default_rng(1), batch, LENGTH, longest=20)
+    return [sa.documents(ids), sa.sliding_window(7), sa.prefix(11) & sa.documents(ids), sa.causal(), sa.full()]
+
+
+CASES = [(devices, found) for devices in (2, 3, 4, 6, 8) for found in factorings(devices)]
+
+
+@pytest.mark.parametrize(("devices", "strategy"), CASES, ids=[f"{n} as {s.heads}x{s.gather}" for n, s in CASES])
+def test_every_factoring_is_exact(devices, strategy):
+    """Layouts, masks and heads in turn: query heads that all can share, and 1 to 24 key heads."""
+    which = CASES.index((devices, strategy))
+    kv_heads = [1, 2, 8, 24, 4, 3, 6, 12][which % 8]
+    options = {"bias": "alibi", "softcap": 2.0} if which % 5 == 0 else {"sinks": which % 3 == 0}
+    shape = Shape(length=LENGTH, heads=24, kv_heads=kv_heads, dim=4, **options)
+    for turn in range(2):
+        layout, mask = LAYOUTS[(which + turn) % 4], masks(shape.batch)[(which + 2 * turn) % 5]
+        assert_exact(shape, devices, layout, mask, strategy=strategy)
+
+
+@pytest.mark.parametrize("name", ["ring", "gather", "heads"])
+def test_strategies_by_name(name):
+    assert_exact(Shape(length=LENGTH), 4, sa.striped(), sa.causal(), strategy=name)
+
+
+@pytest.mark.parametrize("sizes", [{"heads": 4}, {"gather": 4}, {"heads": 2, "gather": 2}], ids=str)
+def test_in_bfloat16(sizes):
+    shape = Shape(length=LENGTH, dtype="bfloat16", heads=8, kv_heads=2)
+    assert_exact(shape, 4, sa.striped(2), sa.causal(), strategy=sa.strategy(**sizes))
+
+
+@pytest.mark.parametrize("strategy", ["heads", "gather", sa.strategy(heads=2)], ids=str)
+def test_beside_axes_for_batch_and_heads_and_under_remat(strategy):
+    """Two sequences on two devices, two of four heads on each of two more, and a sequence over two."""
+    mesh = jax.make_mesh((2, 2, 2), ("data", "sequence", "model"))
+    layout, length = sa.striped(3), 30
+    rng = np.random.default_rng(0)
+    q, dout = rng.standard_normal((2, 2, length, 8, 4)).astype("float32")
+    k, v = rng.standard_normal((2, 2, length, 4, 4)).astype("float32")
+    mask = sa.documents(random_segments(rng, 2, length, longest=9))
+
+    def ours(q, k, v):
+        q, k, v = (layout.permute(x, devices=2) for x in (q, k, v))
+        spec = P("data", "sequence", "model", None)
+        attend = functools.partial(sa.attention, mesh=mesh, axis_name="sequence", spec=spec, layout=layout, mask=mask)
+        return layout.restore(jax.checkpoint(functools.partial(attend, strategy=strategy))(q, k, v), devices=2)
+
+    def run(attend):
+        out, pull = jax.vjp(attend, *map(jnp.asarray, (q, k, v)))
+        return out, *pull(jnp.asarray(dout))
+
+    found = jax.jit(lambda: run(ours))()
+    for actual, wanted in zip(found, run(lambda *x: dense_attention(*x, mask.dense(length))), strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=FLOAT32_TOLERANCE)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "shared_by", "copies"), [
+    (32, 8, 8, 1), (32, 8, 4, 1), (32, 8, 16, 2), (32, 8, 32, 4), (8, 1, 4, 4), (12, 4, 6, 3), (24, 8, 4, 1),
+])  # fmt: skip
+def test_key_heads_are_copied_as_little_as_needed(heads, kv_heads, shared_by, copies):
+    assert sa.strategy(heads=shared_by).key_copies(heads, kv_heads) == copies
+    share, sent = heads // shared_by, kv_heads * copies
+    assert sent % shared_by == 0
+    for member in range(shared_by):  # its query heads, each with its key head among those it got
+        got = [i // copies for i in range(member * sent // shared_by, (member + 1) * sent // shared_by)]
+        wanted = [head // (heads // kv_heads) for head in range(member * share, (member + 1) * share)]
+        assert [got[i // (share // len(got))] for i in range(share)] == wanted
+
+
+def messages(strategy, devices, tokens, heads, kv_heads, dim, gradients=False):
+    """Elements that a device sends, by the program for CPUs, which sends float32 whatever it is given."""
+    mesh = mesh_of(devices)
+    where = jax.sharding.NamedSharding(mesh, P(None, "sequence"))
+    q, k = (jax.ShapeDtypeStruct((1, tokens * devices, n, dim), jnp.float32, sharding=where) for n in (heads, kv_heads))
+
+    def both(q, k, v, dout):
+        options = dict(mesh=mesh, axis_name="sequence", layout=sa.striped(64), mask=sa.causal(), strategy=strategy)
+        out, pull = jax.vjp(functools.partial(sa.attention, **options), q, k, v)
+        return pull(dout) if gradients else out
+
+    sent = traffic(jax.jit(both).lower(q, k, k, q).compile().as_text(), devices)
+    return {name: size / 4 for name, size in sent.items()}
+
+
+def test_what_is_sent():
+    """As docs/design.md has it. None of these programs has a loop, in which a message would count once."""
+    sizes = devices, tokens, heads, kv_heads, dim = 8, 128, 16, 8, 4
+    keys = 2 * tokens * kv_heads * dim * (devices - 1)
+    assert messages("gather", *sizes) == {"all-gather": keys}
+    # The backward pass gathers again, for nothing gathered is kept, and adds up dK and dV. In a program of both passes
+    # the compiler may find out that it has gathered the first heads before.
+    both = messages("gather", *sizes, gradients=True)
+    assert both.keys() == {"all-gather", "reduce-scatter"}
+    assert 1.75 * keys <= both["all-gather"] <= 2 * keys
+    assert both["reduce-scatter"] == keys
+    trade = tokens * dim * (2 * heads + 2 * kv_heads) * (devices - 1) / devices
+    assert messages("heads", *sizes) == {"all-to-all": trade}
+    assert messages("heads", *sizes, gradients=True) == {"all-to-all": 2 * trade}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("rings", "strategy must be one of 'ring', 'gather', 'heads', or sa.strategy(heads=…, gather=…); got 'rings'."),
+        (
+            sa.strategy(heads=3),
+            "heads · gather of a strategy must divide the 4 devices of the sequence axis",
+        ),
+        (sa.strategy(heads=2, gather=4), "must divide the 4 devices of the sequence axis; got heads=2, gather=4."),
+        ("heads", "6 heads cannot be shared by heads=4 devices. Use sa.strategy(heads=2) with a ring or gather"),
+        (None, "got None"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be(asked, message):
+    x = jnp.ones((1, 16, 6, 4))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sa.attention(
+            x, x, x, mesh=mesh_of(4), axis_name="sequence", layout=sa.striped(), mask=sa.causal(), strategy=asked
+        )
+
+
+def test_sizes_are_whole_numbers():
+    with pytest.raises(ValueError, match="gather must be a whole number of at least 1; got 0"):
+        sa.strategy(gather=0)
+
+
+def test_cudnn_sees_larger_devices_with_heads_and_refuses_gathered_keys():
+    options = dict(axis_name="sequence", layout=sa.striped(), mask=sa.causal(), kernel="cudnn", mesh=mesh_of(4))
+    shape = Shape(length=LENGTH, tile=None, dim=8)
+    with cudnn.emulated():
+        assert_exact(shape, 4, sa.zigzag(), sa.causal(), strategy=sa.strategy(heads=2), kernel="cudnn")
+        assert_exact(shape, 4, sa.striped(2), sa.causal(), strategy="heads", kernel="cudnn")
+        x = jnp.ones((1, 16, 4, 8))
+        with pytest.raises(NotImplementedError, match="not keys that were gathered from several devices"):
+            sa.attention(x, x, x, strategy="gather", **options)
