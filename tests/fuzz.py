@@ -1,7 +1,8 @@
 """Random attention against the oracle, for as long as one likes: `make fuzz CASES=10000`.
 
-A *program* is what gets compiled: shape, options, dtype, layout, devices, strategy, tile. Compiling takes seconds, running takes
-milliseconds; so each program serves many cases, which differ in data and in their masks (arbitrary monotone ranges).
+A *program* is what gets compiled: shape, options, dtype, layout, devices, strategy, tile. Compiling takes seconds,
+running takes milliseconds; so each program serves many cases, which differ in data and in their masks (arbitrary
+monotone ranges).
 A failure prints the two seeds that repeat it.
 """
 

@@ -68,8 +68,8 @@ def compile_block(dim, value_dim=None, heads=(4, 2), slots=1024, batch=1, dtype=
     return jax.jit(both).lower(*arrays, ranges, ranges, positions).compile()
 
 
-def ring_of_eight(layout, mask, options):
-    """The transfers of both passes of a ring."""
+def ring_of_eight(layout, mask, options, **more):
+    """The program of both passes over eight GPUs."""
     mesh = sa.make_mesh({"sequence": 8}, machine("h200:1x1x8"))
     where = NamedSharding(mesh, PartitionSpec(None, "sequence"))
     q, k = (jax.ShapeDtypeStruct((1, 65_536, heads, 128), jnp.bfloat16, sharding=where) for heads in (32, 8))
@@ -79,13 +79,12 @@ def ring_of_eight(layout, mask, options):
 
     def both(q, k, v, dout, mask):
         attend = functools.partial(
-            sa.attention, mesh=mesh, axis_name="sequence", layout=layout, mask=mask, kernel="hopper"
+            sa.attention, mesh=mesh, axis_name="sequence", layout=layout, mask=mask, kernel="hopper", **more
         )
         out, pull = jax.vjp(attend, q, k, v)
         return out, pull(dout)
 
-    compiled = jax.jit(both, compiler_options=options).lower(q, k, k, q, mask).compile()
-    return transfers(compiled.as_text())
+    return jax.jit(both, compiler_options=options).lower(q, k, k, q, mask).compile().as_text()
 
 
 @pytest.mark.parametrize(
@@ -95,15 +94,32 @@ def ring_of_eight(layout, mask, options):
 )
 def test_every_transfer_of_a_ring_of_eight_is_hidden(layout, mask):
     """Keys and values, and their gradients, forward and backward: attention runs while they are on their way."""
-    sent = ring_of_eight(layout, mask, GPU_OPTIONS)
+    sent = transfers(ring_of_eight(layout, mask, GPU_OPTIONS))
     assert {transfer.dtype for transfer in sent} == {"bf16", "f32"}
     assert [transfer for transfer in sent if not transfer.hidden] == []
 
 
 def test_without_the_options_some_are_not():
     """So that the test above can fail."""
-    sent = ring_of_eight(sa.striped(128), sa.causal(), {})
+    sent = transfers(ring_of_eight(sa.striped(128), sa.causal(), {}))
     assert any(not transfer.hidden for transfer in sent)
+
+
+def test_gathered_keys_come_while_others_are_attended_to():
+    """Of four groups of heads forward, keys and values each, nobody can hide the first. Backward it needs them again."""
+    program = ring_of_eight(sa.striped(128), "documents", GPU_OPTIONS, strategy="gather")
+    gathered = transfers(program, "all-gather")
+    assert 8 < len(gathered) <= 16
+    assert [transfer.hidden for transfer in gathered[:8]].count(False) == 2
+    assert sum(not transfer.hidden for transfer in gathered) <= 4
+    assert transfers(program) == []
+
+
+def test_traded_heads_leave_no_other_transfers():
+    program = ring_of_eight(sa.striped(128), "documents", GPU_OPTIONS, strategy="heads")
+    assert len(transfers(program, "all-to-all")) == 8  # q, k, v and out, and the gradients of each
+    assert transfers(program) == transfers(program, "reduce-scatter") == []
+    assert {transfer.dtype for transfer in transfers(program, "all-gather")} == {"s32"}  # the mask
 
 
 def test_a_training_step_on_packed_documents(tmp_path, capsys):

@@ -97,7 +97,7 @@ def messages(strategy, devices, tokens, heads, kv_heads, dim, gradients=False):
     def both(q, k, v, dout):
         options = dict(mesh=mesh, axis_name="sequence", layout=sa.striped(64), mask=sa.causal(), strategy=strategy)
         out, pull = jax.vjp(functools.partial(sa.attention, **options), q, k, v)
-        return pull(dout) if gradients else out
+        return (out, pull(dout)) if gradients else out
 
     sent = traffic(jax.jit(both).lower(q, k, k, q).compile().as_text(), devices)
     return {name: size / 4 for name, size in sent.items()}

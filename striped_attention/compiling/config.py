@@ -35,6 +35,8 @@ class CompileConfig:
     """How tokens are dealt to the devices of the sequence axis."""
     stripe: Whole = None
     """Tokens of a stripe. Default: as in `striped train`."""
+    strategy: str = "ring"
+    """How queries and keys meet, as in `striped train`."""
     kernel: str = "auto"
     """Attention kernel, as in `striped train`."""
     tile: Whole = None

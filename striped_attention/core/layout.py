@@ -166,6 +166,10 @@ class Layout:
         """
         return self if self.stripe is None else dataclasses.replace(self, stripe=self.stripe * members)
 
+    def ungrouped(self, members: int) -> "Layout":
+        """The layout whose groups of so many devices lie like this one, or the nearest to it that there is."""
+        return self if self.stripe is None else dataclasses.replace(self, stripe=max(1, self.stripe // members))
+
     def join(self, x: Any, members: int, length: int, devices: int, axis: int = 1) -> Any:
         """Slots of a group of neighbouring devices, one device after the other, as slots of `grouped(members)`.
 

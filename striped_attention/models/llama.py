@@ -29,6 +29,7 @@ from striped_attention.core.mask import Mask, sliding_window
 from striped_attention.models.rotary import Stretch, rotary, rotate
 from striped_attention.models.stages import AXES, stage
 from striped_attention.strategies.ring import SAVED
+from striped_attention.strategies.strategy import Strategy
 
 Weights = dict[str, Any]
 
@@ -159,13 +160,14 @@ class Compute:
     kernel: str = "auto"
     tile: tuple[int, int] | None = None
     deterministic: bool = False
+    strategy: str | Strategy = "ring"
 
     @property
     def padded_length(self) -> int:
         return self.layout.padded_length(self.length, self.devices)
 
     def attend(self, q: Array, k: Array, v: Array, mask: Mask) -> Array:
-        """Attention over the whole ring."""
+        """Attention over the whole sequence."""
         return attention_shard(
             *(q, k, v),
             axis_name=AXES.sequence,
@@ -174,6 +176,7 @@ class Compute:
             kernel=self.kernel,
             tile=self.tile,
             deterministic=self.deterministic,
+            strategy=self.strategy,
             length=self.length,
         )
 

@@ -21,7 +21,7 @@ _SIZES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "s32": 4, "u32": 4, "u8": 1, 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A message to a neighbour: where in the program, how many bytes, and whether attention runs meanwhile."""
+    """A message to other devices: where in the program, how many bytes, and whether attention runs meanwhile."""
 
     name: str
     computation: str
@@ -37,8 +37,8 @@ class _Instruction(NamedTuple):
     rest: str
 
 
-def transfers(program: str) -> list[Transfer]:
-    """Every collective permute of a scheduled program, in order. One in a loop's body counts once."""
+def transfers(program: str, kind: str = "collective-permute") -> list[Transfer]:
+    """Every transfer of a kind in a scheduled program, in order. One in a loop's body counts once."""
     if "is_scheduled=true" not in program.split("\n", 1)[0]:
         raise ValueError("The program has not been scheduled: give the text of a compiled one, compiled.as_text().")
     computations = dict(_computations(program))
@@ -46,7 +46,7 @@ def transfers(program: str) -> list[Transfer]:
     found = []
     for computation, instructions in computations.items():
         for i, instruction in enumerate(instructions):
-            if not instruction.operation.startswith("collective-permute") or instruction.operation.endswith("-done"):
+            if instruction.operation not in (kind, f"{kind}-start"):
                 continue
             meanwhile = []
             if instruction.operation.endswith("-start"):
@@ -87,7 +87,7 @@ _SHARES: dict[str, Callable[[int], float]] = {
 
 
 def _ends(other: _Instruction, start: _Instruction) -> bool:
-    return other.operation == "collective-permute-done" and f"%{start.name})" in other.rest
+    return other.operation == start.operation.replace("-start", "-done") and f"%{start.name})" in other.rest
 
 
 def _computations(program: str) -> Iterator[tuple[str, list[_Instruction]]]:

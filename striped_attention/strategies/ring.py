@@ -15,9 +15,9 @@ first, for the same reason, and the others last: meanwhile the travelled sums of
 N - 1 hops too. They are float32; k and v travel in their own dtype, key heads only. (See also `sends_backward`.)
 """
 
-import dataclasses
 import functools
 import itertools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -34,12 +34,12 @@ from striped_attention.core.mask import Mask
 from striped_attention.core.partial import Partial, accumulator, add_sinks, merge
 from striped_attention.kernels.contract import Block
 from striped_attention.strategies.exchange import from_heads, gather, scatter, send, to_heads
+from striped_attention.strategies.head_groups import Heads, halves, join_heads, split_heads
 from striped_attention.strategies.problem import Problem
 
 # What a backward pass needs of a forward pass besides q, k and v. jax.checkpoint with the policy
 # jax.checkpoint_policies.save_only_these_names(*SAVED) recomputes everything else, but never the ring.
 SAVED = ("attention_out", "attention_lost", "attention_lse")
-_MOST_GROUPS = 4  # of heads whose keys are gathered one after the other
 
 
 class _Keys(NamedTuple):
@@ -130,14 +130,33 @@ def _own_partial(problem: Problem, block: Block, q: Array, kv: Any) -> Partial:
 
     Gathered keys come by groups of heads: while some are on their way, attention to the ones before runs.
     """
-    groups = _groups(problem, q.shape[2], kv[0].shape[2])
     parts: list[Partial] = []
-    keys = gather(problem, groups[0].of_keys(kv))
-    for heads, after in itertools.zip_longest(groups, groups[1:]):
-        following = None if after is None else gather(problem, after.of_keys(kv))
+    groups = split_heads(problem.strategy.gather, q.shape[2], kv[0].shape[2])
+    done = lambda i: parts[i].lse  # noqa: E731
+    for heads, keys in _gathered(problem, groups, kv, done, done):
         parts.append(problem.kernel.attend(q[:, :, heads.queries])(*keys, heads.of_block(block)))
-        keys = _after(following, parts[-1].lse)
     return parts[0] if len(parts) == 1 else Partial(*(jnp.concatenate(x, axis=2) for x in zip(*parts, strict=True)))
+
+
+def _gathered(
+    problem: Problem,
+    groups: list[Heads],
+    kv: Any,
+    computed: Callable[[int], Array],
+    settled: Callable[[int], Array],
+) -> Iterator[tuple[Heads, Any]]:
+    """Groups of heads and their gathered keys, each on its way while the group before it is worked on.
+
+    Group i is worked on when `computed(i - 1)` is there, and gathered when `settled(i - 2)` is, which may be what comes
+    back of transfers: so these come one after the other, and two groups are in memory at a time.
+    """
+    following = gather(problem, groups[0].of_keys(kv))
+    for i, heads in enumerate(groups):
+        keys = following if i == 0 else _after(following, computed(i - 1))
+        if i + 1 < len(groups):
+            part = groups[i + 1].of_keys(kv)
+            following = gather(problem, part if i == 0 else _after(part, settled(i - 1)))
+        yield heads, keys
 
 
 def _forward(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any) -> tuple[Array, Any]:
@@ -184,13 +203,10 @@ def _gradients(problem: Problem, residuals: Any, dout: Array) -> Any:
 
     hops = [b - a for a, b in itertools.pairwise(offsets)]
     second = hops[1] if hops[1:] else None
-    own = functools.partial(_own_gradients, problem, block(0), (q, out, lse, dout), (k, v))
-    *early, late = _halves(q.shape[2], k.shape[2]) if hops else _groups(problem, q.shape[2], k.shape[2])
+    own = functools.partial(_own_gradients, problem, block(0), (q, out, lse, dout))
+    *early, late = [(heads, heads.of_keys((k, v))) for heads in halves(q.shape[2], k.shape[2])]
     keys = _hold(problem, send(problem, (k, v), hops[0])) if hops else None
-    parts, last = [], None
-    for heads in early:
-        parts.append(own(heads, last))
-        last = parts[-1][0]
+    parts = [own(heads, gather(problem, some)) for heads, some in early] if hops else []
     stay = arrived = None
     if hops:
         keys = functools.reduce(_after, (dq for dq, *_ in parts), keys)
@@ -202,7 +218,16 @@ def _gradients(problem: Problem, residuals: Any, dout: Array) -> Any:
         if second is not None and not joined:
             _, stay, travel = step(keys, stay, travel, offsets[-1], None, hops[-1])
         arrived = send(problem, travel, problem.ring - offsets[-1])
-    dq, dk, dv, dbias = _join_heads([*parts, own(late, None if hops else last)], k.shape[2])
+        parts.append(own(late[0], gather(problem, late[1])))
+        parts = [(dq, *scatter(problem, (dk, dv)), dbias) for dq, dk, dv, dbias in parts]
+    else:
+        groups = split_heads(problem.strategy.gather, q.shape[2], k.shape[2])
+        computed: list[Array] = []
+        for heads, some in _gathered(problem, groups, (k, v), lambda i: computed[i], lambda i: parts[i][1]):
+            dq, dk, dv, dbias = own(heads, some)
+            computed.append(dk)
+            parts.append((dq, *scatter(problem, (dk, dv)), dbias))
+    dq, dk, dv, dbias = join_heads(parts, k.shape[2])
     (dq, dbias), (dk, dv) = _add(stay, (dq, dbias)), _add(arrived, (dk, dv))
     dsinks = None if sinks is None else _sinks_gradient(sinks, out, lse, dout)
     cast = functools.partial(jax.tree.map, lambda grad, x: grad.astype(x.dtype))
@@ -260,58 +285,9 @@ def sends_backward(hops: int) -> int:
     return hops + 1 if hops == 3 else hops
 
 
-class _Heads(NamedTuple):
-    """Some query heads, and the key heads that they see."""
-
-    queries: slice = slice(None)
-    keys: slice = slice(None)
-
-    def of_keys(self, kv: Any) -> Any:
-        return jax.tree.map(lambda x: x[:, :, self.keys], kv)
-
-    def of_block(self, block: Block) -> Block:
-        return dataclasses.replace(block, bias=jax.tree.map(lambda x: x[self.queries], block.bias))
-
-
-def _groups(problem: Problem, heads: int, kv_heads: int) -> list[_Heads]:
-    """All heads; where keys are gathered, in equal groups of whole key heads, of which one is in memory at a time."""
-    if problem.strategy.gather == 1:
-        return [_Heads()]
-    count = max(n for n in range(1, _MOST_GROUPS + 1) if kv_heads % n == 0)
-    size, shared = kv_heads // count, heads // kv_heads
-    return [
-        _Heads(slice(first * shared, (first + size) * shared), slice(first, first + size))
-        for first in range(0, kv_heads, size)
-    ]
-
-
-def _halves(heads: int, kv_heads: int) -> list[_Heads]:
-    """All heads in two parts, or in one if there is but one. A single key head is seen by both parts."""
-    if heads == 1:
-        return [_Heads()]
-    if kv_heads == 1:
-        return [_Heads(slice(heads // 2)), _Heads(slice(heads // 2, None))]
-    half, shared = kv_heads // 2, heads // kv_heads
-    return [_Heads(slice(half * shared), slice(half)), _Heads(slice(half * shared, None), slice(half, None))]
-
-
-def _own_gradients(
-    problem: Problem, block: Block, rows: Any, kv: Any, heads: _Heads, before: Any = None
-) -> tuple[Array, Array, Array, Any]:
-    """dq, dk, dv and dbias of a device's own block, for some heads, not before `before`, a gradient, is there."""
-    attend_grad = problem.kernel.attend_grad(*(x[:, :, heads.queries] for x in rows))
-    keys = heads.of_keys(kv)
-    keys = gather(problem, keys if before is None else _after(keys, before))
-    dq, dk, dv, dbias = attend_grad(*keys, heads.of_block(block))
-    return dq, *scatter(problem, (dk, dv)), dbias
-
-
-def _join_heads(parts: list[Any], kv_heads: int) -> tuple[Array, Array, Array, Any]:
-    """The gradients of all heads from those of some."""
-    dq, dk, dv, dbias = zip(*parts, strict=True)
-    join = functools.partial(jnp.concatenate, axis=2)
-    dbias = jax.tree.map(lambda *halves: jnp.concatenate(halves), *dbias)
-    return join(dq), *(sum(x[1:], x[0]) if kv_heads == 1 else join(x) for x in (dk, dv)), dbias
+def _own_gradients(problem: Problem, block: Block, rows: Any, heads: Heads, keys: Any) -> Any:
+    """dq, dk, dv and dbias of a device's own block, for some heads and all of their keys in it."""
+    return problem.kernel.attend_grad(*(x[:, :, heads.queries] for x in rows))(*keys, heads.of_block(block))
 
 
 def _sinks_gradient(sinks: Array, out: Array, lse: Array, dout: Array) -> Array:

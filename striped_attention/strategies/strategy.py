@@ -12,6 +12,7 @@ still a range of slots.
 
 import dataclasses
 import math
+import re
 from typing import Any
 
 import jax
@@ -28,6 +29,11 @@ class Strategy:
 
     heads: int = 1
     gather: int = 1
+
+    def __str__(self) -> str:
+        """As `parse_strategy` takes it."""
+        sizes = {"heads": self.heads, "gather": self.gather}
+        return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "ring"
 
     @property
     def group(self) -> int:
@@ -55,6 +61,17 @@ def strategy(*, heads: int = 1, gather: int = 1) -> Strategy:
     `strategy(heads=2)` makes a ring of 4, `strategy(heads=8)` none.
     """
     return Strategy(check_whole("heads", heads), check_whole("gather", gather))
+
+
+def parse_strategy(text: str) -> str | Strategy:
+    """A strategy as commands take it: a name, or the sizes of groups, like heads=2 or heads=2,gather=4."""
+    if text in NAMES:
+        return text
+    sizes = re.fullmatch(r"(heads|gather)=(\d{1,6})(?:,(?!\1)(heads|gather)=(\d{1,6}))?", text)
+    if sizes is None:
+        raise ValueError(f"A strategy is written like {', '.join(NAMES)}, heads=2 or heads=2,gather=4; got {text!r}.")
+    found = {name: int(size) for name, size in (sizes.groups()[:2], sizes.groups()[2:]) if name is not None}
+    return strategy(**found)
 
 
 def resolve(asked: Any, devices: int, heads: int | None = None) -> Strategy:

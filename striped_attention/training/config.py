@@ -14,6 +14,7 @@ from striped_attention.kernels.choice import choose_stripes
 from striped_attention.kernels.contract import Request, make_request
 from striped_attention.models.llama import PRESETS, ModelConfig
 from striped_attention.options import Path, Text, Whole, check_at_least, check_shared
+from striped_attention.strategies.strategy import Strategy, exchanged_shapes, parse_strategy, resolve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,10 @@ class TrainConfig:
     stripe: Whole = None
     """Tokens of a stripe. Default: about a tile, 256 on CPUs, 1024 elsewhere; a smaller power of two where a device has
     few tokens; 1 for the kernel cudnn."""
+    strategy: str = "ring"
+    """How queries and keys of different devices meet: ring (keys travel), heads (each device takes the whole sequence
+    for its share of the heads), gather (each device gathers all keys), or groups of neighbours and a ring of groups,
+    like heads=2 or heads=2,gather=4."""
     steps: int = 100
     """Steps of the whole run, those before a resume included."""
     seed: int = 0
@@ -124,6 +129,10 @@ class TrainConfig:
             raise UsageError(f"--warmup must be at least 0 and less than the {self.steps} steps; got {self.warmup}.")
         if not self.clip > 0:  # NaN is not
             raise UsageError(f"--clip must be above 0; got {self.clip}. For no clipping choose a large number.")
+        try:
+            parse_strategy(self.strategy)
+        except ValueError as error:
+            raise UsageError(f"--strategy: {error}") from error
         if self.resume and self.checkpoint_dir is None:
             raise UsageError("--resume needs --checkpoint-dir, the folder of the run to go on with.")
 
@@ -147,7 +156,15 @@ class TrainConfig:
             return named_layout(self.layout, self.stripe or 1)
         assumed = "gpu" if self.cpu_devices is None else "cpu"
         request = self.request(BASELINE, devices, documents, platform or assumed, here=platform is not None)
-        return choose_stripes(self.kernel, request, -(-self.sequence_length // devices))
+        found = choose_stripes(self.kernel, request, -(-self.sequence_length // request.devices))
+        return found.ungrouped(devices // request.devices)
+
+    def make_strategy(self, devices: int) -> Strategy:
+        """The strategy on that many devices of the sequence axis."""
+        try:
+            return resolve(parse_strategy(self.strategy), devices, self.model.heads)
+        except ValueError as error:
+            raise UsageError(f"--strategy {self.strategy}: {error}") from error
 
     def request(
         self, layout: Layout, devices: int, documents: bool, platform: str, kind: str = "", here: bool = True
@@ -161,12 +178,13 @@ class TrainConfig:
         mask = sa.causal() if self.model.window is None else sa.sliding_window(self.model.window)
         if documents:
             mask = mask & sa.documents(np.zeros((1, self.sequence_length), np.int32))
+        strategy = self.make_strategy(devices)
         return make_request(
-            query,
-            key,
+            *exchanged_shapes(strategy, query, key),
             mask=mask,
-            layout=layout,
-            devices=devices,
+            layout=layout.grouped(strategy.heads),
+            devices=devices // strategy.heads,
+            gathered=strategy.gather > 1,
             length=self.sequence_length,
             tile=None if self.tile is None else (self.tile, self.tile),
             deterministic=self.deterministic,

@@ -98,6 +98,7 @@ class Program:
             kernel=config.kernel,
             tile=tile,
             deterministic=config.deterministic,
+            strategy=config.make_strategy(devices),
         )
 
     @functools.cached_property

@@ -104,6 +104,7 @@ def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
         raise UsageError(
             f"--batch must be a multiple of the mesh's {AXES.batch} axis, {sizes[AXES.batch]}; got {config.batch}."
         )
+    config.make_strategy(sizes[AXES.sequence])  # refuses what cannot be
     if config.sequence_length < sizes[AXES.sequence]:
         raise UsageError(
             f"--sequence-length must be at least the {sizes[AXES.sequence]} devices on the mesh's {AXES.sequence} "

@@ -1,0 +1,56 @@
+"""Head groups: the heads of a block in parts, so that keys of some can be on their way while others are worked on."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from striped_attention.kernels.contract import Block
+
+_MOST = 4  # groups whose keys are gathered one after the other
+
+
+class Heads(NamedTuple):
+    """Some query heads, and the key heads that they see."""
+
+    queries: slice = slice(None)
+    keys: slice = slice(None)
+
+    def of_keys(self, kv: Any) -> Any:
+        return jax.tree.map(lambda x: x[:, :, self.keys], kv)
+
+    def of_block(self, block: Block) -> Block:
+        return dataclasses.replace(block, bias=jax.tree.map(lambda x: x[self.queries], block.bias))
+
+
+def split_heads(gather: int, heads: int, kv_heads: int) -> list[Heads]:
+    """All heads; where keys are gathered from several devices, in equal groups of whole key heads."""
+    if gather == 1:
+        return [Heads()]
+    count = max(n for n in range(1, _MOST + 1) if kv_heads % n == 0)
+    size, shared = kv_heads // count, heads // kv_heads
+    return [
+        Heads(slice(first * shared, (first + size) * shared), slice(first, first + size))
+        for first in range(0, kv_heads, size)
+    ]
+
+
+def halves(heads: int, kv_heads: int) -> list[Heads]:
+    """All heads in two parts, or in one if there is but one. A single key head is seen by both parts."""
+    if heads == 1:
+        return [Heads()]
+    if kv_heads == 1:
+        return [Heads(slice(heads // 2)), Heads(slice(heads // 2, None))]
+    half, shared = kv_heads // 2, heads // kv_heads
+    return [Heads(slice(half * shared), slice(half)), Heads(slice(half * shared, None), slice(half, None))]
+
+
+def join_heads(parts: list[Any], kv_heads: int) -> tuple[Array, Array, Array, Any]:
+    """The gradients of all heads from those of some."""
+    dq, dk, dv, dbias = zip(*parts, strict=True)
+    join = functools.partial(jnp.concatenate, axis=2)
+    dbias = jax.tree.map(lambda *halves: jnp.concatenate(halves), *dbias)
+    return join(dq), *(sum(x[1:], x[0]) if kv_heads == 1 else join(x) for x in (dk, dv)), dbias
