@@ -21,6 +21,7 @@ from striped_attention.kernels import xla as kernel_xla
 from striped_attention.kernels.choice import KERNELS
 from striped_attention.kernels.cudnn import binding as cudnn
 from striped_attention.models import llama as model
+from striped_attention.strategies import ring
 from striped_attention.strategies.problem import Problem
 from tests.team import Here
 
@@ -216,16 +217,16 @@ def test_the_step_without_attention_keeps_all_products_of_weights(monkeypatch):
 
 def cheap_attention(q, k, v, *, axis_name, layout, length, **_):
     """Sends keys and values on, and that is all: the ring's own kernels take long to compile."""
-    ring = Problem(axis_name, CASE.members, layout, length, length, KERNELS["xla"], 1.0)
-    return step.without_attention(q, *ring.send((k, v), 1), None)
+    problem = Problem(axis_name, CASE.members, layout, length, length, KERNELS["xla"], 1.0)
+    return step.without_attention(q, *ring.send(problem, (k, v), 1), None)
 
 
 @pytest.mark.usefixtures("compiled_in_a_hurry")
 def test_a_row_has_the_times_of_one_program_and_the_memory_and_transfers_of_another(monkeypatch):
     monkeypatch.setattr(model, "attention_shard", cheap_attention)
     row = next(step.measure_case(CASE, limit=10**9))
-    ring = {"preset": "debug", "length": 256, "members": 4, "layout": "contiguous()", "rank": 3}
-    assert {name: row[name] for name in ring} == ring
+    case = {"preset": "debug", "length": 256, "members": 4, "layout": "contiguous()", "rank": 3}
+    assert {name: row[name] for name in case} == case
     assert row["fits"]
     assert row["attention"]
     assert len(row["samples"]) == 3

@@ -106,7 +106,7 @@ def test_without_the_options_some_are_not():
 
 
 def test_gathered_keys_come_while_others_are_attended_to():
-    """Of four groups of heads forward, keys and values each, nobody can hide the first. Backward it needs them again."""
+    """Of four groups of heads forward, keys and values each, nobody can hide the first."""
     program = ring_of_eight(sa.striped(128), "documents", GPU_OPTIONS, strategy="gather")
     gathered = transfers(program, "all-gather")
     assert 8 < len(gathered) <= 16

@@ -21,10 +21,11 @@ from striped_attention.kernels.rates import BACKWARD
 from striped_attention.models.llama import PRESETS
 from striped_attention.options import Path, Texts, Whole, parse_layouts, parse_length
 from striped_attention.planning.cost import gigabytes
-from striped_attention.planning.plan import Choice, Plan
+from striped_attention.planning.plan import SAME, Choice, Plan
 from striped_attention.planning.timeline import tile_flops
 from striped_attention.runtime.hardware import HARDWARE
 from striped_attention.runtime.record import metadata
+from striped_attention.strategies.strategy import RING, Strategy, parse_strategy
 
 _SHADES = " ·░▒▓█"
 LARGEST_PICTURE = 32  # devices and steps, in characters
@@ -34,10 +35,10 @@ MOST_RECORDED = 256  # devices whose tiles go into the JSON
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """Say how a long text would train on machines you do not have yet, and which layout to choose.
+    """Say how a long text would train on machines you do not have yet, and which layout and strategy to choose.
 
     Counts the work of every device and step as the kernels would do it, lets transfers run beside it, and compares
-    layouts. Takes seconds, on any computer. For example: striped plan --devices 64 --length 1M --hardware h100
+    layouts and strategies. Takes seconds, on any computer. For example: striped plan --devices 64 --length 1M
     """
 
     devices: int
@@ -61,8 +62,11 @@ class PlanConfig:
     layouts: Texts = None
     """What to compare, like striped(1) striped(128) zigzag. Contiguous always is. Default: striped(1) striped(256)
     striped(1024) zigzag."""
+    strategies: Texts = None
+    """What to compare a ring with, like heads, gather or heads=8,gather=2. Default: heads or keys shared among all
+    devices, and among those of a node or pod."""
     kernel: str = "auto"
-    """xla, cudnn, pallas_tpu, or auto: the fastest that can do what a layout needs."""
+    """xla, cudnn, hopper, pallas_tpu, or auto: the fastest that can do what a layout needs."""
     output: Path = None
     """Where all of it goes as JSON, for `striped report`. Default: nowhere."""
 
@@ -88,6 +92,9 @@ class PlanConfig:
             return sa.prefix(self.tokens // 3 if self.prefix is None else self.prefix)
         return sa.causal() if self.mask == "causal" else sa.full()
 
+    def make_strategies(self) -> list[str | Strategy] | None:
+        return None if self.strategies is None else [parse_strategy(text) for text in self.strategies]
+
     def make_layouts(self) -> list[Layout] | None:
         return None if self.layouts is None else parse_layouts(self.layouts)
 
@@ -102,6 +109,7 @@ def run(config: PlanConfig) -> None:
             hardware=config.hardware,
             model=config.preset,
             layouts=config.make_layouts(),
+            strategies=config.make_strategies(),
             batch=config.batch,
             kernel=config.kernel,
         )
@@ -134,6 +142,7 @@ def show(found: Plan, config: PlanConfig) -> list[Any]:
         f"{config.preset} ({model.parameters / 1e9:.2f}B parameters, {model.heads}:{model.kv_heads} heads)",
         _table(found),
         f"Choose {found.reason}",
+        *_by_strategy(found),
         _pictures(found, "work of device ↓ at step →", _heat),
         _pictures(found, "computing █ or waiting · over time →, forward", _bars),
         f"With {best.layout!r} the busiest device computes {most:,.2f} TFLOP for a layer's attention, forward and "
@@ -150,8 +159,9 @@ def show(found: Plan, config: PlanConfig) -> list[Any]:
 def _doubts(found: Plan) -> list[str]:
     """What a plan rests on that nobody has measured."""
     kernels: dict[str, list[str]] = {}
-    for choice in found.choices:
-        kernels.setdefault(f"{choice.kernel} ({choice.chosen.rates.known})", []).append(repr(choice.layout))
+    for choice in (*found.choices, *(one for one in found.strategies if one.strategy != RING)):
+        name = repr(choice.layout) if choice.strategy == RING else str(choice.strategy)
+        kernels.setdefault(f"{choice.kernel} ({choice.chosen.rates.known})", []).append(name)
     parts = ["Kernels: " + "; ".join(f"{name}: {', '.join(layouts)}" for name, layouts in kernels.items()) + "."]
     name = found.setting.hardware.name
     scaled = "" if name in ("h200", "cpu") else f"nothing was measured on {name}, its figures are scaled; "
@@ -177,6 +187,30 @@ def _table(found: Plan) -> rich.table.Table:
             *(seconds(choice.step_seconds), f"{choice.tokens_per_second:,.0f}", f"{choice.mfu:.1%}"),
         )
     return shown
+
+
+def _by_strategy(found: Plan) -> list[Any]:
+    """The strategies with their best layouts, and a sentence on the fastest."""
+    if len(found.strategies) == 1:
+        return []
+    shown = rich.table.Table(
+        *("strategy", "layout", "attention", "step", "MFU", "sent", "memory"),
+        box=rich.box.SIMPLE_HEAD,
+        pad_edge=False,
+        caption="sent: by a device for a layer's attention, both passes",
+        caption_justify="left",
+    )
+    for choice in found.strategies:
+        memory = gigabytes(sum(choice.memory.values())) + ("" if found.fits(choice) else ", too much")
+        shown.add_row(
+            *(str(choice.strategy), repr(choice.layout), seconds(choice.attention_seconds)),
+            *(seconds(choice.step_seconds), f"{choice.mfu:.1%}", gigabytes(choice.attention_bytes), memory),
+        )
+    best = found.fastest
+    more = found.best.step_seconds / best.step_seconds
+    if more < 1 + SAME:
+        return [shown, "A ring is as fast as any strategy here."]
+    return [shown, f"Fastest: --strategy {best.strategy} with {best.layout!r}, {more:.2f} times a ring's speed."]
 
 
 def seconds(value: float) -> str:
@@ -241,6 +275,15 @@ def document(found: Plan, config: PlanConfig) -> dict[str, Any]:
                 "timelines": [_record(line) for line in choice.timelines()] if small else None,
             }
             for choice in found.choices
+        ],
+        "strategies": [
+            {
+                **{"strategy": str(choice.strategy), "layout": repr(choice.layout), "kernel": choice.kernel},
+                **{"forward_seconds": choice.forward_seconds, "backward_seconds": choice.backward_seconds},
+                **{"step_seconds": choice.step_seconds, "tokens_per_second": choice.tokens_per_second},
+                **{"mfu": choice.mfu, "memory": choice.memory, "attention_bytes": choice.attention_bytes},
+            }
+            for choice in found.strategies
         ],
     }
 

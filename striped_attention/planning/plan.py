@@ -13,18 +13,21 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from striped_attention.core.annotations import checks_itself
-from striped_attention.core.layout import BASELINE, Layout, candidates, check_whole
+from striped_attention.core.layout import BASELINE, Layout, check_whole
+from striped_attention.core.layout import candidates as candidate_layouts
 from striped_attention.core.mask import Mask, causal
 from striped_attention.kernels import choice as kernels
-from striped_attention.kernels.contract import make_request
+from striped_attention.kernels.contract import Request, make_request
 from striped_attention.models.llama import PRESETS, ModelConfig
 from striped_attention.planning.cost import attention_flops, estimate, gigabytes, matrix_flops
 from striped_attention.planning.timeline import Setting, Timeline, passes, tile_flops
 from striped_attention.planning.work import Counts, count_tile_rows, count_tiles
 from striped_attention.runtime.hardware import HARDWARE, Hardware
 from striped_attention.strategies.hops import needed_hops
+from striped_attention.strategies.strategy import RING, Strategy, candidates, exchanged_shapes, resolve
 
 SAME = 0.02  # a difference that a plan cannot see
 MOST_DEVICES = 8192
@@ -57,10 +60,15 @@ class Choice:
     step_seconds: float
     mfu: float
     memory: dict[str, int]
+    attention_bytes: int  # sent by a device for a layer's attention, both passes
 
     @property
     def layout(self) -> Layout:
         return self.setting.layout
+
+    @property
+    def strategy(self) -> Strategy:
+        return self.setting.strategy
 
     @property
     def kernel(self) -> str:
@@ -101,11 +109,13 @@ class Choice:
 class Plan:
     """What `plan` found: the layouts from the fastest to the slowest, and why the first one is.
 
-    `shortfall` is None if that one fits into memory, and else says by how much it does not and what would.
+    `strategies` has the best choice of each strategy, the fastest first; `choices` are those of a ring. `shortfall` is
+    None if the best layout fits into memory, and else says by how much it does not and what would.
     """
 
     setting: Setting
     choices: tuple[Choice, ...]
+    strategies: tuple[Choice, ...]
     bound: float
     reason: str
     shortfall: str | None
@@ -118,6 +128,11 @@ class Plan:
     def baseline(self) -> Choice:
         """Ring Attention's layout, which the others are compared with."""
         return next(choice for choice in self.choices if choice.layout == BASELINE)
+
+    @property
+    def fastest(self) -> Choice:
+        """Of all strategies that fit into memory; a ring's best if none does."""
+        return next((choice for choice in self.strategies if self.fits(choice)), self.best)
 
     def speedup(self, choice: Choice) -> float:
         """Of attention, over the baseline."""
@@ -136,16 +151,19 @@ def plan(
     hardware: str | Hardware = "h100",
     model: str | ModelConfig = "llama3-8b",
     layouts: Sequence[Layout] | None = None,
+    strategies: Sequence[str | Strategy] | None = None,
     batch: int = 1,
     kernel: str = "auto",
 ) -> Plan:
-    """How long a training step takes on a ring of `devices`, layout by layout, and which one to choose.
+    """How long a training step takes on `devices`, by layout and by strategy, and which ones to choose.
 
     Args:
       mask: causal by default; a mask with documents must be made for this length.
       hardware: a name in `striped_attention.runtime.hardware.HARDWARE`, or figures of your own.
       model: a name in `striped_attention.models.llama.PRESETS`, or a shape of your own.
       layouts: what to compare; contiguous always is. Default: stripes of 1, 256 and 1024, and zigzag.
+      strategies: what to compare a ring with, as `attention` takes it. Default: heads or keys shared among all devices,
+        and among those that a fast interconnect joins. For each the best of the layouts is kept.
       batch: sequences of a step, each of them spread over all devices.
       kernel: `auto` is the fastest that can do what a layout needs.
     """
@@ -154,11 +172,11 @@ def plan(
     _check(devices, length, mask, batch, kernel)
     shape, device = _named("model", PRESETS, ModelConfig, model), _named("hardware", HARDWARE, Hardware, hardware)
     setting = Setting(devices, length, mask, device, shape, batch, kernel)
-    layouts = candidates(length, devices) if layouts is None else list(dict.fromkeys([BASELINE, *layouts]))
+    layouts = candidate_layouts(length, devices) if layouts is None else list(dict.fromkeys([BASELINE, *layouts]))
     if not all(isinstance(layout, Layout) for layout in layouts):
         raise ValueError(f"layouts must be a list of layouts, as sa.striped(256) makes them; got {layouts!r}.")
-    pairs = _pairs(setting)
-    found = [_choice(dataclasses.replace(setting, layout=layout), pairs) for layout in layouts]
+    pairs, count = _pairs(setting), _Count(mask, length)
+    found = [_choice(dataclasses.replace(setting, layout=layout), pairs, count) for layout in layouts]
     base = found[0]
     least = (
         min(int(choice.tiles.sum(dtype=np.int64)) for choice in found if choice.chosen.tile == base.chosen.tile)
@@ -166,7 +184,43 @@ def plan(
     )
     bound = base.critical_path / least if least else 1.0
     choices = tuple(sorted(found, key=lambda choice: choice.step_seconds))
-    return Plan(setting, choices, bound, _reason(choices, base, bound), _shortfall(choices[0]))
+    by_strategy = [choices[0]]
+    for strategy in _strategies(setting, strategies):
+        tried = [dataclasses.replace(setting, layout=layout, strategy=strategy) for layout in layouts]
+        if strategies is None:  # of those that nobody asked for, what the kernel can do
+            tried = [one for one in tried if _refusal(one) is None]
+        able = [_choice(one, pairs, count) for one in tried]
+        by_strategy += sorted(able, key=lambda choice: choice.step_seconds)[:1]
+    by_strategy.sort(key=lambda choice: choice.step_seconds)
+    reason, shortfall = _reason(choices, base, bound), _shortfall(choices[0])
+    return Plan(setting, choices, tuple(by_strategy), bound, reason, shortfall)
+
+
+def _strategies(setting: Setting, asked: Sequence[str | Strategy] | None) -> list[Strategy]:
+    """What to compare a ring with."""
+    devices, heads = setting.devices, setting.model.heads
+    if asked is None:
+        found = candidates(devices, heads, setting.hardware.group)
+    else:
+        found = [resolve(one, devices, heads) for one in asked]
+    return [strategy for strategy in dict.fromkeys(found) if strategy != RING]
+
+
+class _Count:
+    """Tiles by layout, devices and tile, each counted once, and whether that is exact."""
+
+    def __init__(self, mask: Mask, length: int) -> None:
+        self.mask, self.length = mask, length
+        self.known: dict[Any, tuple[Counts, bool]] = {}
+
+    def __call__(self, layout: Layout, devices: int, tile: tuple[int, int]) -> tuple[Counts, bool]:
+        key = (layout, devices, tile)
+        if key not in self.known:
+            tiles, exact = count_tile_rows(layout, self.mask, self.length, devices, tile)
+            if not exact and devices * self.length <= AFFORDABLE:
+                tiles, exact = count_tiles(layout, self.mask, self.length, devices, tile), True
+            self.known[key] = tiles, exact
+        return self.known[key]
 
 
 def _named(what: str, known: dict[str, Any], kind: type, given: Any) -> Any:
@@ -191,13 +245,14 @@ def _check(devices: int, length: int, mask: Any, batch: int, kernel: str) -> Non
         raise ValueError(f"A mask has one row of documents, or one for each of the batch of {batch}; got {mask.rows}.")
 
 
-def _choice(setting: Setting, pairs: int) -> Choice:
+def _choice(setting: Setting, pairs: int, count: _Count) -> Choice:
     chosen = _kernel(setting)
     setting = dataclasses.replace(setting, kernel=chosen.name)
     layout, devices, length, model = setting.layout, setting.devices, setting.sequence_length, setting.model
-    tiles, exact = count_tile_rows(layout, setting.mask, length, devices, chosen.tile)
-    if not exact and devices * length <= AFFORDABLE:
-        tiles, exact = count_tiles(layout, setting.mask, length, devices, chosen.tile), True
+    strategy = setting.strategy
+    tiles, exact = count(layout.grouped(strategy.heads), devices // strategy.heads, chosen.tile)
+    if strategy.gather > 1:
+        tiles, exact = _gathered(tiles, strategy.gather), False
     both = passes(setting, chosen, tiles, needed := _needed(setting))
     forward, backward = (one.seconds() for one in both)
     attention = forward + backward
@@ -217,6 +272,7 @@ def _choice(setting: Setting, pairs: int) -> Choice:
         backward_seconds=backward,
         step_seconds=seconds,
         memory=cost.memory,
+        attention_bytes=sum(size for what, size in cost.wire.items() if not what.startswith("weights")) // model.layers,
         waiting=max(0.0, 1 - sum(one.mean_work(mean) for one in both) / attention),
         hidden=all(one.is_hidden(most) for one in both),
         mfu=(products + attention_flops(model, pairs)) / devices / seconds / setting.hardware.peak,
@@ -225,35 +281,59 @@ def _choice(setting: Setting, pairs: int) -> Choice:
 
 def _needed(setting: Setting) -> np.ndarray:
     """Which steps the ring makes."""
-    mask, layout, devices, length = setting.mask, setting.layout, setting.devices, setting.sequence_length
+    mask, length, group = setting.mask, setting.sequence_length, setting.strategy.group
+    layout, devices = setting.layout.grouped(group), setting.devices // group
     made = np.zeros(devices, bool)
     padded = layout.padded_length(length, devices)
     made[list(needed_hops(layout, mask.window, mask.prefix, length, padded, devices))] = True
     return made
 
 
+def _gathered(tiles: Counts, gather: int) -> Int[np.ndarray, "devices groups"]:
+    """Tiles by group of keys, that many devices in each, from tiles by device of keys: about so many.
+
+    The keys that a row of tiles sees are as many, but lie together: their ends are rounded to tiles once, not on each.
+    """
+    devices = len(tiles)
+    device, step = np.indices(tiles.shape)
+    groups = devices // gather
+    back = (device // gather - (device - step) % devices // gather) % groups
+    found = np.zeros((devices, groups), tiles.dtype)
+    np.add.at(found, (device, back), tiles)
+    return found
+
+
+def _refusal(setting: Setting) -> str | None:
+    """Why the kernel that was asked for cannot do it; None if it can, or any will do."""
+    return None if setting.kernel == "auto" else kernels.refusal(setting.kernel, _request(setting))
+
+
 def _kernel(setting: Setting) -> kernels.Choice:
     """The kernel for a layout: the one that was asked for, or the fastest that can."""
+    try:
+        return kernels.choose(setting.kernel, _request(setting))
+    except NotImplementedError as error:
+        raise ValueError(f"With {setting.layout!r}: {error}") from error
+
+
+def _request(setting: Setting) -> Request:
     model, hardware = setting.model, setting.hardware
     query, key = (
         jax.ShapeDtypeStruct((setting.batch, setting.slots, heads, model.head_dim), setting.dtype)
         for heads in (model.heads, model.kv_heads)
     )
-    request = make_request(
-        query,
-        key,
+    strategy = setting.strategy
+    return make_request(
+        *exchanged_shapes(strategy, query, key),
         mask=setting.mask,
-        layout=setting.layout,
-        devices=setting.devices,
+        layout=setting.layout.grouped(strategy.heads),
+        devices=setting.devices // strategy.heads,
+        gathered=strategy.gather > 1,
         length=setting.sequence_length,
         platform=hardware.platform,
         device_kind=next(iter(hardware.kinds), ""),
         here=False,
     )
-    try:
-        return kernels.choose(setting.kernel, request)
-    except NotImplementedError as error:
-        raise ValueError(f"With {setting.layout!r}: {error}") from error
 
 
 def _pairs(setting: Setting) -> int:

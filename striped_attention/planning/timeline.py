@@ -19,10 +19,13 @@ from striped_attention.core.mask import Mask
 from striped_attention.kernels.choice import Choice
 from striped_attention.kernels.rates import BACKWARD, Rate
 from striped_attention.models.llama import ModelConfig
-from striped_attention.planning.cost import FLOAT32
+from striped_attention.planning.cost import FLOAT32, Messages
 from striped_attention.planning.work import Counts
 from striped_attention.runtime.hardware import Hardware
 from striped_attention.strategies.ring import sends_backward
+from striped_attention.strategies.strategy import RING, Strategy
+
+LATENCY = 20e-6  # seconds of an exchange besides its bytes; assumed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Setting:
     layout: Layout = BASELINE
     remat: str = "attention"
     chunk: int = 8192
+    strategy: Strategy = RING
 
     @property
     def dtype(self) -> str:
@@ -47,21 +51,32 @@ class Setting:
     def make_layout(self, devices: int) -> Layout:
         return self.layout
 
+    def make_strategy(self, devices: int) -> Strategy:
+        return self.strategy if devices % self.strategy.group == 0 else RING
+
     @property
     def slots(self) -> int:
         """Tokens of a device, padding included."""
         return self.layout.padded_length(self.sequence_length, self.devices) // self.devices
 
     @property
+    def messages(self) -> Messages:
+        tokens, width = self.batch * self.slots, jnp.dtype(self.dtype).itemsize
+        return Messages(self.model, self.strategy, self.devices, tokens, width)
+
+    @property
     def hop_bytes(self) -> int:
         """What a device sends of keys and values at once."""
-        keys = self.batch * self.slots * self.model.kv_heads * self.model.head_dim
-        return 2 * keys * jnp.dtype(self.dtype).itemsize
+        return self.messages.hop
 
     @property
     def wire(self) -> float:
         """Bytes per second of the slowest hop."""
-        return self.hardware.wire if self.devices <= self.hardware.group else self.hardware.far_wire
+        return self.wire_of(self.devices)
+
+    def wire_of(self, neighbours: int) -> float:
+        """Bytes per second among so many neighbours."""
+        return self.hardware.wire if neighbours <= self.hardware.group else self.hardware.far_wire
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -93,6 +108,7 @@ class Pass:
     per_step: float
     sent: np.ndarray
     wire: float
+    exposed: float = 0.0  # seconds of transfers that nothing hides
 
     def work(self, tiles: np.ndarray, step: Any) -> np.ndarray:
         return (tiles * self.per_tile + self.per_step) * self.part[step]
@@ -117,19 +133,21 @@ class Pass:
 
     def seconds(self) -> float:
         """How long the pass takes."""
-        return float(collections.deque(self.begins(), maxlen=1).pop().max())
+        return float(collections.deque(self.begins(), maxlen=1).pop().max()) + self.exposed
 
     def timeline(self) -> Timeline:
         *begins, ends = self.begins()
         work = np.stack([self.work(self.tiles[block], step) for step, block in enumerate(self.block)], axis=1)
-        return Timeline(np.stack(begins, axis=1), work, self.sent / self.wire, self.sent, float(ends.max()))
+        seconds = float(ends.max()) + self.exposed
+        return Timeline(np.stack(begins, axis=1), work, self.sent / self.wire, self.sent, seconds)
 
 
 def tile_flops(setting: Setting, tile: tuple[int, int]) -> int:
     """FLOPs of a tile, forward: of all heads and of all sequences that have no documents of their own."""
-    model, slots = setting.model, setting.slots
+    model, slots = setting.model, setting.slots * setting.strategy.heads
     area = min(tile[0], slots) * min(tile[1], slots)
-    return 4 * area * model.heads * model.head_dim * (setting.batch // setting.mask.rows)
+    heads = model.heads // setting.strategy.heads
+    return 4 * area * heads * model.head_dim * (setting.batch // setting.mask.rows)
 
 
 def passes(setting: Setting, chosen: Choice, tiles: Counts, needed: np.ndarray) -> tuple[Pass, Pass]:
@@ -140,17 +158,32 @@ def passes(setting: Setting, chosen: Choice, tiles: Counts, needed: np.ndarray) 
     elements = setting.batch * setting.slots * model.heads * model.head_dim
     hops = len(blocks) - 1
 
-    def make(rate: Rate, factor: float, order: list[int], part: list[float], sent: list[float]) -> Pass:
+    def make(rate: Rate, factor: float, order: list[int], part: list[float], sent: list[float], exposed: float) -> Pass:
         per_tile = factor * wide * tile_flops(setting, chosen.tile) / (rate.efficiency * hardware.peak)
         per_step = rate.query_bytes * elements / hardware.bandwidth + rate.seconds
-        return Pass(blocks, np.array(order), np.array(part), per_tile, per_step, np.array(sent), setting.wire)
+        where = np.array(order), np.array(part), per_tile, per_step, np.array(sent), setting.wire
+        return Pass(blocks, *where, exposed)
 
-    kv = float(setting.hop_bytes)
-    sums = kv * FLOAT32 / jnp.dtype(setting.dtype).itemsize
+    messages, strategy = setting.messages, setting.strategy
+    more = FLOAT32 / messages.width  # gradients of keys and values are float32
+    trade = messages.trade / setting.wire_of(strategy.heads) + (LATENCY if strategy.heads > 1 else 0.0)
+    # Gathered keys in bytes that take the ring's wire as long, for each of its steps, and what cannot be hidden: those
+    # of the first group of heads, and backward the sums of the last.
+    near = setting.wire_of(strategy.group)
+    gathered = messages.gather / (messages.hops + 1) * (1.0 if near == setting.wire else setting.wire / near)
+    first = gathered / messages.groups / setting.wire + (LATENCY if strategy.gather > 1 else 0.0)
+    hidden = gathered * (1 - 1 / messages.groups)
+    kv = float(messages.hop)
+    sums = kv * more
     order = list(range(hops + 1))
-    forward = make(rates.forward, 1.0, order, [1.0] * len(order), [kv] * hops + [0.0])
     if not hops:
-        return forward, make(rates.backward, BACKWARD, order, [1.0], [0.0])
+        forward = make(rates.forward, 1.0, order, [1.0], [hidden], trade + first)
+        sent = [hidden * (1 + more)]
+        return forward, make(rates.backward, BACKWARD, order, [1.0], sent, 2 * trade + first * (1 + more))
+    forward = make(rates.forward, 1.0, order, [1.0] * len(order), [kv + gathered] * hops + [0.0], trade + first)
     halves = [0.5, *[1.0] * hops, 0.5]
-    sent = [kv * (step < sends_backward(hops)) + sums * (step > 1) for step in range(hops + 2)]
-    return forward, make(rates.backward, BACKWARD, [*order, 0], halves, sent)
+    sent = [
+        (kv + gathered) * (step < sends_backward(hops)) + (sums + gathered * more) * (step > 1)
+        for step in range(hops + 2)
+    ]
+    return forward, make(rates.backward, BACKWARD, [*order, 0], halves, sent, 2 * trade + first)

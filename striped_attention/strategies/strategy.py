@@ -97,6 +97,13 @@ def resolve(asked: Any, devices: int, heads: int | None = None) -> Strategy:
     return found
 
 
+def candidates(devices: int, heads: int, group: int) -> list[Strategy]:
+    """Strategies worth comparing, the ring first: heads or keys among all devices, or among those of a fast `group`."""
+    near = math.gcd(devices, group)
+    sizes = [Strategy(heads=math.gcd(n, heads)) for n in (devices, near)]
+    return list(dict.fromkeys([RING, *sizes, Strategy(gather=devices), Strategy(gather=near)]))
+
+
 def exchanged_shapes(strategy: Strategy, query: Any, key: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Shapes of a device's queries and keys as a kernel gets them, after tokens were traded for heads and gathered."""
     batch, slots, heads, dim = query.shape

@@ -1,0 +1,121 @@
+"""The planner's strategies: messages and tiles as programs have them, and the order that others have measured."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import striped_attention as sa
+from striped_attention import cli
+from striped_attention.core.mask import packed
+from striped_attention.kernels import xla
+from striped_attention.kernels.tiles import tile_spans
+from striped_attention.models.llama import ModelConfig
+from striped_attention.planning.cost import Messages
+from striped_attention.planning.plan import _gathered
+from striped_attention.planning.work import count_tiles
+from striped_attention.runtime.schedule import traffic
+from striped_attention.strategies.problem import Problem
+from striped_attention.strategies.strategy import parse_strategy, resolve
+
+STRATEGIES = ["ring", "heads", "gather", sa.strategy(heads=2), sa.strategy(heads=2, gather=2)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_a_plan_counts_the_messages_that_programs_send(strategy):
+    """Forward, of one layer; in float32, which CPUs send."""
+    devices, tokens, heads, kv_heads, dim = 4, 64, 8, 2, 4
+    strategy = resolve(strategy, devices, heads)
+    model = ModelConfig(layers=1, dim=heads * dim, ffn=8, heads=heads, kv_heads=kv_heads, vocabulary=300)
+    messages = Messages(model, strategy, devices, tokens, 4)
+    mesh = jax.make_mesh((devices,), ("sequence",), devices=jax.devices()[:devices])
+    where = jax.sharding.NamedSharding(mesh, jax.P(None, "sequence"))
+    q, k = (jax.ShapeDtypeStruct((1, tokens * devices, n, dim), jnp.float32, sharding=where) for n in (heads, kv_heads))
+    options = dict(mesh=mesh, axis_name="sequence", layout=sa.striped(16), mask=sa.causal(), strategy=strategy)
+    program = jax.jit(functools.partial(sa.attention, **options)).lower(q, k, k).compile().as_text()
+    sent = traffic(program, devices)
+    # `traffic` takes every operation for one of all devices, and those in a loop count once.
+    share = (devices - 1) / devices
+    traded = 0 if strategy.heads == 1 else messages.trade * share / (1 - 1 / strategy.heads)
+    assert sent.get("all-to-all", 0) == pytest.approx(traded)
+    if strategy.gather == devices:
+        assert sent["all-gather"] == messages.gather
+    assert ("collective-permute" in sent) is (messages.hops > 0)
+
+
+def test_gathered_tiles_are_about_those_that_run():
+    """But for the ends of what a row of tiles sees."""
+    layout, mask, length, devices, tile = sa.striped(16), packed(1024, 60), 1024, 8, (32, 32)
+    tiles = count_tiles(layout, mask, length, devices, tile)
+    for gather in (2, 8):
+        found = _gathered(tiles, gather)
+        assert found.shape == (devices, devices // gather)
+        assert found.sum() == tiles.sum()
+        problem = Problem("s", devices, layout, length, length, xla, 1.0, strategy=sa.strategy(gather=gather))
+        placed = mask.permute(layout, devices)
+        for device, step in itertools.product(range(devices), range(devices // gather)):
+            held = slice(device * length // devices, (device + 1) * length // devices)
+            part = jax.tree.map(lambda x, held=held: np.asarray(x)[:, held], placed)
+            there = (device // gather - step) % (devices // gather)
+            block = problem.meetings(part, None, device)(there, False)
+            spans = tile_spans(block.start, block.end, *tile)
+            tiles_of_rows, rows = np.sum(spans.last - spans.first), spans.last.size
+            assert found[device, step] - rows * gather <= tiles_of_rows <= found[device, step] + rows
+
+
+# What others measured: the fastest first, of strategies that they had.
+PUBLISHED = [
+    ("Magi's charts, H100, 8k tokens a GPU, 8 GPUs, causal", (8, 65_536, "h100"), ["heads=8", "ring"]),
+    ("the same, 64 GPUs: Ulysses and USP before rings", (64, 524_288, "h100"), ["heads=8", "ring"]),
+    ("prime-rl, 64k on four H200s: Ulysses 85k tokens/s, ring 57k", (4, 65_536, "h200"), ["heads=4", "ring"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "setting", "order"), PUBLISHED, ids=[source for source, *_ in PUBLISHED])
+def test_plans_find_best_what_others_measured_to_be_best(source, setting, order):
+    devices, length, hardware = setting
+    found = [str(choice.strategy) for choice in sa.plan(devices, length, hardware=hardware).strategies]
+    assert [name for name in found if name in order] == order
+
+
+def test_the_fastest_strategy_must_fit():
+    found = sa.plan(8, 65_536, hardware="h200")
+    assert found.fastest is found.strategies[0]
+    assert found.fastest.strategy == sa.strategy(heads=8)
+    small = dataclasses.replace(found.setting.hardware, memory=1e6)
+    nothing = sa.plan(8, 65_536, hardware=small)
+    assert nothing.fastest is nothing.best
+    asked = sa.plan(8, 65_536, strategies=["gather"]).strategies
+    assert [str(choice.strategy) for choice in asked] == ["ring", "gather=8"]
+    with pytest.raises(ValueError, match="must divide the 8 devices"):
+        sa.plan(8, 65_536, strategies=[sa.strategy(heads=3)])
+
+
+def test_the_command_compares_strategies(capsys):
+    assert cli.main(["plan", "--devices", "64", "--length", "1M", "--mask", "documents"]) == 0
+    text = capsys.readouterr().out
+    assert "strategy" in text
+    assert "Fastest: --strategy heads=32 with striped(" in text
+    assert cli.main(["plan", "--devices", "8", "--length", "64k", "--strategies", "gather", "heads=2,gather=2"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("gather=8", "heads=2,gather=2"))
+    assert "A ring is as fast as any strategy here." in text
+
+
+@pytest.mark.parametrize(
+    ("text", "strategy"),
+    [("heads=2", sa.strategy(heads=2)), ("gather=3,heads=2", sa.strategy(heads=2, gather=3)), ("ring", "ring")],
+)
+def test_strategies_as_commands_take_them(text, strategy):
+    assert parse_strategy(text) == strategy
+    assert parse_strategy(str(resolve(strategy, 6, 6))) in (strategy, resolve(strategy, 6, 6))
+
+
+@pytest.mark.parametrize("text", ["", "heads=0", "heads=2,heads=2", "heads=2,", "rings", "gather=x"])
+def test_what_is_no_strategy(text):
+    with pytest.raises(ValueError, match=r"A strategy is written like|heads must be a whole number"):
+        parse_strategy(text)
