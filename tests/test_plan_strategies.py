@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from striped_attention.core.mask import packed
 from striped_attention.kernels import xla
 from striped_attention.kernels.tiles import tile_spans
 from striped_attention.models.llama import ModelConfig
+from striped_attention.options import parse_length
 from striped_attention.planning.cost import Messages
 from striped_attention.planning.plan import _gathered
 from striped_attention.planning.work import count_tiles
@@ -80,6 +82,18 @@ def test_plans_find_best_what_others_measured_to_be_best(source, setting, order)
     devices, length, hardware = setting
     found = [str(choice.strategy) for choice in sa.plan(devices, length, hardware=hardware).strategies]
     assert [name for name in found if name in order] == order
+
+
+def test_the_table_of_the_documents():
+    text = (pathlib.Path(__file__).parent.parent / "docs" / "planning.md").read_text()
+    table = text.split("<!-- strategies: planned by tests/test_plan_strategies.py -->\n")[1].split("\n\n")[0]
+    head, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines())
+    assert len(rows) == 6
+    for devices, length, mask, *shown in rows:
+        tokens = parse_length(length)
+        found = sa.plan(int(devices), tokens, mask=packed(tokens) if mask == "documents" else None, hardware="h100")
+        planned = {str(choice.strategy): f"{100 * choice.mfu:.1f} %" for choice in found.strategies}
+        assert shown == [planned.get(name, "–") for name in head[3:]]
 
 
 def test_the_fastest_strategy_must_fit():

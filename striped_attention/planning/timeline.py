@@ -174,16 +174,15 @@ def passes(setting: Setting, chosen: Choice, tiles: Counts, needed: np.ndarray) 
     first = gathered / messages.groups / setting.wire + (LATENCY if strategy.gather > 1 else 0.0)
     hidden = gathered * (1 - 1 / messages.groups)
     kv = float(messages.hop)
-    sums = kv * more
     order = list(range(hops + 1))
     if not hops:
         forward = make(rates.forward, 1.0, order, [1.0], [hidden], trade + first)
         sent = [hidden * (1 + more)]
         return forward, make(rates.backward, BACKWARD, order, [1.0], sent, 2 * trade + first * (1 + more))
-    forward = make(rates.forward, 1.0, order, [1.0] * len(order), [kv + gathered] * hops + [0.0], trade + first)
+    # What hops is gathered next: of the two the longer one is hidden, and the other way round sums.
+    most, least = max(kv, gathered), min(kv, gathered) * hops / setting.wire
+    forward = make(rates.forward, 1.0, order, [1.0] * len(order), [most] * hops + [0.0], trade + first + least)
     halves = [0.5, *[1.0] * hops, 0.5]
-    sent = [
-        (kv + gathered) * (step < sends_backward(hops)) + (sums + gathered * more) * (step > 1)
-        for step in range(hops + 2)
-    ]
-    return forward, make(rates.backward, BACKWARD, [*order, 0], halves, sent, 2 * trade + first)
+    sent = [most * (step < sends_backward(hops)) + most * more * (step > 1) for step in range(hops + 2)]
+    exposed = 2 * trade + first + least * (1 + more)
+    return forward, make(rates.backward, BACKWARD, [*order, 0], halves, sent, exposed)
