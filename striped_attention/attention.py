@@ -19,7 +19,7 @@ from striped_attention.core.annotations import checks_itself
 from striped_attention.core.arguments import check_arrays, check_batch, check_length, check_options
 from striped_attention.core.bias import Bias
 from striped_attention.core.checks import check_positions, poison
-from striped_attention.core.layout import Layout, check_axis
+from striped_attention.core.layout import AxisName, Layout, check_axis, count_devices
 from striped_attention.core.mask import Mask
 from striped_attention.kernels.choice import check_name, choose
 from striped_attention.kernels.contract import make_request
@@ -35,7 +35,7 @@ def attention(
     key: Float[Array | np.ndarray, "batch length kv_heads dim"],
     value: Float[Array | np.ndarray, "batch length kv_heads dim"],
     *,
-    axis_name: str,
+    axis_name: AxisName,
     layout: Layout,
     mask: Mask,
     mesh: Mesh | AbstractMesh | None = None,
@@ -57,7 +57,8 @@ def attention(
     (`layout.permute`); so is the result.
 
     Args:
-      axis_name: the mesh axis that the sequence is spread over.
+      axis_name: the mesh axis that the sequence is spread over; or several, like ("node", "gpu"), the last one with
+        the fastest interconnect.
       layout: `striped()`, `striped(stripe)`, `contiguous()` or `zigzag()`, the same that permuted the arrays.
       mask: which keys a query sees, in text order: `causal()`, `documents(segment_ids)`, …; it is permuted for you.
       mesh: the device mesh; by default the one of `jax.set_mesh`.
@@ -90,7 +91,7 @@ def attention(
     spec = PartitionSpec(*((None, axis_name, None, None) if spec is None else spec))
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else jnp.asarray(sinks)
-    devices = mesh.shape[axis_name]
+    devices = count_devices(None, mesh, axis_name)
     check_arrays(query, key, value, bias, sinks)
     check_spec(spec, axis_name, mesh, query.shape[0], key.shape[2])
     length = check_length(query.shape[1], length, mask, layout, devices)
@@ -129,7 +130,7 @@ def attention_shard(
     key: Float[Array | np.ndarray, "batch slots kv_heads dim"],
     value: Float[Array | np.ndarray, "batch slots kv_heads dim"],
     *,
-    axis_name: str,
+    axis_name: AxisName,
     layout: Layout,
     mask: Mask,
     scale: float | None = None,
@@ -238,10 +239,11 @@ def _on_mesh(
     return jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=spec)(*inputs)
 
 
-def _check_mesh(mesh: Any, axis_name: str) -> Any:
+def _check_mesh(mesh: Any, axis_name: Any) -> Any:
     """The mesh, by default the ambient one."""
     ambient = jax.sharding.get_abstract_mesh()
-    if axis_name in ambient.manual_axes:
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if any(name in tuple(ambient.manual_axes) for name in names):
         raise ValueError(f"This code is inside a shard_map over {axis_name!r}: call `attention_shard` here.")
     if mesh is None and ambient.empty:
         raise ValueError("attention needs a mesh: pass mesh=…, or call it under jax.set_mesh(mesh).")

@@ -38,7 +38,10 @@ def test_permute_takes_the_number_of_devices_from_the_mesh():
         (dict(), "Say how many devices share the sequence"),
         (dict(devices=4, **WHERE), "Say how many devices share the sequence"),
         (dict(mesh=MESH), "Say how many devices share the sequence"),
-        (dict(mesh=MESH, axis_name="model"), "axis_name must be an axis of the mesh; got 'model'"),
+        (
+            dict(mesh=MESH, axis_name="model"),
+            "axis_name must be an axis of the mesh, or a tuple of several; got 'model'",
+        ),
     ],
 )
 def test_permute_needs_one_or_the_other(arguments, message):

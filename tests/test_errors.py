@@ -49,7 +49,7 @@ BAD_CALLS = {
     "integers": ({"dtypes": ("int32",) * 3}, r"one dtype out of float32, bfloat16, .*got int32"),
     "an axis the mesh lacks": (
         {"axis_name": "seq"},
-        r"must be an axis of the mesh; got 'seq', and the mesh has \('sequence',\)",
+        r"must be an axis of the mesh, or a tuple of several; got 'seq', and the mesh has \('sequence',\)",
     ),
     "a length that does not divide": ({"q": (1, 18, 4, 8)}, r"multiple of 4; got 18. Pad it to 20: layout.permute"),
     "zigzag without an even split": (

@@ -155,3 +155,32 @@ def test_cudnn_sees_larger_devices_with_heads_and_refuses_gathered_keys():
         x = jnp.ones((1, 16, 4, 8))
         with pytest.raises(NotImplementedError, match="not keys that were gathered from several devices"):
             sa.attention(x, x, x, strategy="gather", **options)
+
+
+@pytest.mark.parametrize("strategy", ["ring", sa.strategy(heads=2), sa.strategy(heads=2, gather=2)], ids=str)
+@pytest.mark.parametrize("types", ["Auto", "Explicit"])
+def test_a_sequence_over_two_mesh_axes(strategy, types):
+    """Nodes and their devices; the last axis has the neighbours."""
+    kinds = (getattr(jax.sharding.AxisType, types),) * 2
+    mesh = jax.make_mesh((2, 4), ("node", "gpu"), axis_types=kinds)
+    layout, names = sa.striped(2), ("node", "gpu")
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 45, 4, 8)).astype("float32")
+    mask = sa.documents(random_segments(np.random.default_rng(1), 2, 45, longest=20))
+
+    def ours(q, k, v):
+        q, k, v = (layout.permute(x, mesh=mesh, axis_name=names) for x in (q, k, v))
+        out = sa.attention(q, k, v, mesh=mesh, axis_name=names, layout=layout, mask=mask, strategy=strategy)
+        return layout.restore(out, mesh=mesh, axis_name=names, length=45)
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.grad(lambda *x: (ours(*x) ** 2).sum(), argnums=(0, 1, 2)))(q, k, v)
+    wanted = jax.grad(lambda *x: (dense_attention(*x, mask.dense(45)) ** 2).sum(), argnums=(0, 1, 2))(q, k, v)
+    for actual, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=FLOAT32_TOLERANCE * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("names", [("sequence", "gpu"), (), ("sequence", "sequence"), "gpu", ["sequence"]], ids=str)
+def test_axes_that_a_mesh_does_not_have(names):
+    x = jnp.ones((1, 16, 2, 4))
+    with pytest.raises(ValueError, match=r"axis_name must be an axis of the mesh, or a tuple of several; got"):
+        sa.attention(x, x, x, mesh=mesh_of(4), axis_name=names, layout=sa.striped(), mask=sa.causal())

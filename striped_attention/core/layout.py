@@ -16,6 +16,7 @@ of positions is a range of slots on every device, and `count_before` finds its e
 """
 
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -208,7 +209,7 @@ class Layout:
         pad: Any = 0,
         *,
         mesh: Mesh | AbstractMesh | None = None,
-        axis_name: str | None = None,
+        axis_name: "AxisName | None" = None,
     ) -> Any:
         """Put an array from sequence order into layout order along `axis`, padded with `pad` where it does not divide.
 
@@ -235,7 +236,7 @@ class Layout:
         length: int | None = None,
         *,
         mesh: Mesh | AbstractMesh | None = None,
-        axis_name: str | None = None,
+        axis_name: "AxisName | None" = None,
     ) -> Any:
         """Undo `permute`: back to sequence order; `length` cuts the padding off."""
         devices = count_devices(devices, mesh, axis_name)
@@ -346,8 +347,11 @@ def check_layout(layout: Any) -> None:
         raise ValueError(f"layout must be striped(), contiguous() or zigzag(); got {layout!r}.")
 
 
-def count_devices(devices: Any, mesh: Any, axis_name: str | None) -> int:
-    """How many devices share a sequence: a number, or the size of a mesh axis."""
+AxisName = str | tuple[str, ...]  # a mesh axis, or several: the last one's devices are next to each other
+
+
+def count_devices(devices: Any, mesh: Any, axis_name: AxisName | None) -> int:
+    """How many devices share a sequence: a number, or the size of a mesh axis, or of several together."""
     if (devices is None) == (mesh is None) or (mesh is None) != (axis_name is None):
         raise ValueError(
             "Say how many devices share the sequence: devices=8, or mesh=… and axis_name=… as for attention; got "
@@ -355,18 +359,20 @@ def count_devices(devices: Any, mesh: Any, axis_name: str | None) -> int:
         )
     if mesh is None:
         return check_whole("devices", devices)
-    check_axis(mesh, axis_name)
-    return mesh.shape[axis_name]
+    return math.prod(mesh.shape[name] for name in check_axis(mesh, axis_name))
 
 
-def check_axis(mesh: Any, axis_name: Any) -> None:
-    """Raise unless it is a mesh with that axis."""
+def check_axis(mesh: Any, axis_name: Any) -> tuple[str, ...]:
+    """The names of an axis, or of several; raises unless it is a mesh that has them."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise ValueError(f"mesh must be a jax.sharding.Mesh; got {mesh!r}. jax.make_mesh makes one.")
-    if axis_name not in mesh.axis_names:
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not all(name in mesh.axis_names for name in names) or len(set(names)) < len(names):
         raise ValueError(
-            f"axis_name must be an axis of the mesh; got {axis_name!r}, and the mesh has {tuple(mesh.axis_names)}."
+            f"axis_name must be an axis of the mesh, or a tuple of several; got {axis_name!r}, and the mesh has "
+            f"{tuple(mesh.axis_names)}."
         )
+    return names
 
 
 def namespace(*values: Any) -> Any:

@@ -35,9 +35,9 @@ def reshard(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
     return jax.reshard(x, NamedSharding(mesh, keep))
 
 
-def check_spec(spec: PartitionSpec, axis_name: str, mesh: Any, batch: int, kv_heads: int) -> None:
+def check_spec(spec: PartitionSpec, axis_name: str | tuple[str, ...], mesh: Any, batch: int, kv_heads: int) -> None:
     """Raise unless arrays [batch, length, heads, dim] can be sharded like that."""
-    if len(spec) != 4 or spec[1] != axis_name or spec[3] is not None:
+    if len(spec) != 4 or _names(spec[1]) != _names(axis_name) or spec[3] is not None:
         raise ValueError(
             f"spec must say how [batch, length, heads, dim] are sharded, the length over {axis_name!r} and dim over "
             f"nothing, like P(None, {axis_name!r}, None, None); got {spec}."

@@ -7,7 +7,7 @@ from typing import Any
 from jax import lax
 
 from striped_attention.core.bias import Bias
-from striped_attention.core.layout import Layout
+from striped_attention.core.layout import AxisName, Layout
 from striped_attention.core.mask import Mask
 from striped_attention.kernels.contract import Block, Kernel, Pattern
 from striped_attention.strategies.hops import needed_hops
@@ -22,7 +22,7 @@ class Problem:
     those of a group that shares out heads, and keys those of the groups that gather them.
     """
 
-    axis_name: str
+    axis_name: AxisName
     devices: int
     layout: Layout
     length: int
