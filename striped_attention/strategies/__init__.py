@@ -1,5 +1,9 @@
 """Strategies: how queries and keys of different devices meet.
 
-ring  keys and values travel from device to device
-hops  from how many places back they are needed
+strategy     sizes of groups of devices: heads × gather × ring
+problem      the block of any group's queries with any group's keys
+exchange     what moves: all-to-all, all-gather, hops
+head_groups  the heads of a block in parts
+ring         when it moves, and the derivative of it all
+hops         from how many places back keys are needed
 """
