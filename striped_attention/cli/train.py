@@ -6,13 +6,13 @@ from striped_attention.training.config import TrainConfig
 
 def run(config: TrainConfig) -> int:
     """Train; also what each of several local processes runs."""
-    from striped_attention.training import data, dry_run, launch, trainer
+    from striped_attention.training import data, dry_run, launch, settle, trainer
 
     def train() -> int:
         if config.dry_run:
             sizes = trainer.mesh_sizes(config, config.cpu_devices)
             data.check(config.data, config.tokenizer, config.model.vocabulary)
-            dry_run.show(config, sizes)
+            dry_run.show(settle.settle(config, sizes, documents=True), sizes)
             return 0
         if config.local_processes is not None:
             return launch.start_local(config, run)

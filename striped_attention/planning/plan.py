@@ -75,6 +75,11 @@ class Choice:
         return self.setting.kernel
 
     @property
+    def fits(self) -> bool:
+        """Whether a device's memory suffices."""
+        return sum(self.memory.values()) <= _usable(self.setting.hardware)
+
+    @property
     def attention_seconds(self) -> float:
         """Of one layer, forward and backward."""
         return self.forward_seconds + self.backward_seconds
@@ -139,7 +144,7 @@ class Plan:
         return self.baseline.attention_seconds / choice.attention_seconds
 
     def fits(self, choice: Choice) -> bool:
-        return sum(choice.memory.values()) <= _usable(self.setting.hardware)
+        return choice.fits
 
 
 @checks_itself
@@ -194,6 +199,11 @@ def plan(
     by_strategy.sort(key=lambda choice: choice.step_seconds)
     reason, shortfall = _reason(choices, base, bound), _shortfall(choices[0])
     return Plan(setting, choices, tuple(by_strategy), bound, reason, shortfall)
+
+
+def assess(setting: Setting) -> Choice:
+    """What a training step would be with one layout and one strategy."""
+    return _choice(setting, _pairs(setting), _Count(setting.mask, setting.sequence_length))
 
 
 def _strategies(setting: Setting, asked: Sequence[str | Strategy] | None) -> list[Strategy]:

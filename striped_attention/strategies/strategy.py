@@ -21,6 +21,7 @@ from striped_attention.core.annotations import checks_itself
 from striped_attention.core.layout import check_whole
 
 NAMES = ("ring", "gather", "heads")
+AUTO = "auto"  # of commands that can ask the planner
 
 
 @dataclasses.dataclass(frozen=True)

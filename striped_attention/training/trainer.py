@@ -21,6 +21,7 @@ from striped_attention.runtime.mesh import make_mesh
 from striped_attention.training import data, folder
 from striped_attention.training.checkpoint import Checkpoints, Place
 from striped_attention.training.config import TrainConfig
+from striped_attention.training.settle import settle
 from striped_attention.training.step import Inputs, Program, State
 from striped_attention.training.watch import Watch
 
@@ -36,6 +37,8 @@ def train(config: TrainConfig) -> State:
     corpus = data.load(config.data, config.tokenizer, config.end_token, config.model.vocabulary)
     data.read(corpus, 0, range(1), config.sequence_length, config.seed)
     documents = corpus.end is not None
+    config = settle(config, sizes, documents, jax.default_backend(), jax.local_devices()[0].device_kind)
+    config.make_strategy(sizes[AXES.sequence])  # refuses what cannot be
     kernel = choose(config, sizes, documents, jax.default_backend())
     program = Program(config, make_mesh(sizes), documents=documents)
     folder.check(config)
@@ -104,7 +107,6 @@ def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
         raise UsageError(
             f"--batch must be a multiple of the mesh's {AXES.batch} axis, {sizes[AXES.batch]}; got {config.batch}."
         )
-    config.make_strategy(sizes[AXES.sequence])  # refuses what cannot be
     if config.sequence_length < sizes[AXES.sequence]:
         raise UsageError(
             f"--sequence-length must be at least the {sizes[AXES.sequence]} devices on the mesh's {AXES.sequence} "
@@ -146,7 +148,7 @@ def describe(program: Program, corpus: data.Corpus, kernel: str) -> str:
     return (
         f"{config.model.parameters:,} parameters, {config.batch} × {config.sequence_length:,} tokens a step, "
         f"{compute.layout!r} on {program.mesh.size} {kind} device{'s' * (program.mesh.size > 1)} ({axes}), "
-        f"{config.dtype}, kernel {kernel}; {corpus.source}, {len(corpus.tokens):,} tokens"
+        f"{config.dtype}, strategy {config.strategy}, kernel {kernel}; {corpus.source}, {len(corpus.tokens):,} tokens"
     )
 
 

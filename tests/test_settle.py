@@ -1,0 +1,73 @@
+"""`--strategy auto`: what it stands for, on devices that are here and on others."""
+
+import dataclasses
+
+import pytest
+
+import striped_attention as sa
+from striped_attention import cli
+from striped_attention.errors import UsageError
+from striped_attention.kernels.cudnn import binding
+from striped_attention.training.config import TrainConfig
+from striped_attention.training.settle import settle
+
+RUN = TrainConfig(preset="llama3-8b", sequence_length=65_536, strategy="auto")
+
+
+def settled(config, devices, documents, kind="NVIDIA H200", platform="gpu"):
+    return settle(config, {"data": 1, "sequence": devices}, documents, platform, kind).strategy
+
+
+@pytest.mark.filterwarnings("ignore::striped_attention.SlowKernelWarning")
+def test_what_auto_takes(monkeypatch):
+    monkeypatch.setattr(binding, "EMULATED", True)  # as if cuDNN were here
+    assert settled(RUN, 8, documents=False) == "heads=8"
+    assert settled(RUN, 8, documents=True) == "heads=8"
+    assert settled(RUN, 1, documents=True, kind="cpu", platform="cpu") == "ring"
+    # Stripes of several tokens, which groups of a ring would have, are nothing for cuDNN: all or none share out heads.
+    assert settled(RUN, 16, documents=False) in ("ring", "heads=16")
+    named = dataclasses.replace(RUN, strategy="gather")
+    assert settled(named, 8, documents=False) == "gather"
+
+
+def test_what_a_kernel_cannot_do_is_not_taken(monkeypatch):
+    monkeypatch.setattr(binding, "EMULATED", True)
+    assert not settled(dataclasses.replace(RUN, kernel="cudnn"), 8, documents=False).startswith("gather")
+    with pytest.raises(UsageError, match="--strategy auto: no strategy can be taken. ring: With striped"):
+        settled(dataclasses.replace(RUN, kernel="cudnn"), 8, documents=True)
+
+
+def test_training_with_auto_says_what_it_took(capsys):
+    options = "--cpu-devices 8 --sequence-length 256 --steps 1 --layers 1 --dim 32 --ffn 32 --heads 4 --kv-heads 2"
+    assert cli.main(["train", *options.split(), "--strategy", "auto"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "strategy heads=4" in text or "strategy ring" in text or "strategy gather=8" in text
+    assert cli.main(["train", *options.split(), "--strategy", "auto", "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (
+            "rings",
+            "--strategy: A strategy is written like ring, gather, heads, heads=2 or heads=2,gather=4; got 'rings'.",
+        ),
+        ("heads=3", "--strategy heads=3: heads · gather of a strategy must divide the 8 devices of the sequence axis"),
+        ("heads", "--strategy heads: A strategy shares out query heads equally: 4 heads cannot be shared by heads=8"),
+    ],
+)
+def test_strategies_that_cannot_be(strategy, message, capsys):
+    options = ["--cpu-devices", "8", "--heads", "4", "--kv-heads", "2", "--strategy", strategy]
+    assert cli.main(["train", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"striped: {message}")
+
+
+def test_dry_runs_count_what_a_strategy_sends(capsys):
+    said = {}
+    for strategy in ("ring", "heads=8", "gather"):
+        options = "--preset llama3-8b --sequence-length 65536 --mesh sequence=8 --dry-run"
+        assert cli.main(["train", *options.split(), "--strategy", strategy]) == 0
+        said[strategy] = capsys.readouterr().out
+    assert "sent: tokens for heads" in said["heads=8"]
+    assert "tokens for heads" not in said["ring"] + said["gather"]
+    assert sa.plan(8, 65_536, hardware="h200").fastest.strategy == sa.strategy(heads=8)
