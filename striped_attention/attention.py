@@ -98,6 +98,8 @@ def attention(
     check_batch(mask, query.shape[0])
     check_name(kernel)
     resolve(strategy, devices)
+    if not isinstance(deterministic, bool):
+        raise ValueError(f"deterministic must be True or False; got {deterministic!r}.")
     tile = check_options(scale, softcap, tile)
     ok = None
     if positions is not None:

@@ -23,6 +23,7 @@ from striped_attention.planning.work import count_tiles
 from striped_attention.runtime.schedule import traffic
 from striped_attention.strategies.problem import Problem
 from striped_attention.strategies.strategy import parse_strategy, resolve
+from striped_attention.training.config import TrainConfig
 
 STRATEGIES = ["ring", "heads", "gather", sa.strategy(heads=2), sa.strategy(heads=2, gather=2)]
 
@@ -117,7 +118,7 @@ def test_the_command_compares_strategies(capsys):
     assert cli.main(["plan", "--devices", "8", "--length", "64k", "--strategies", "gather", "heads=2,gather=2"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in ("gather=8", "heads=2,gather=2"))
-    assert "A ring is as fast as any strategy here." in text
+    assert "A ring is as fast as any strategy that fits." in text
 
 
 @pytest.mark.parametrize(
@@ -133,3 +134,39 @@ def test_strategies_as_commands_take_them(text, strategy):
 def test_what_is_no_strategy(text):
     with pytest.raises(ValueError, match=r"A strategy is written like|heads must be a whole number"):
         parse_strategy(text)
+
+
+def test_a_plan_for_the_kernel_hopper():
+    found = sa.plan(8, 65_536, hardware="h200", kernel="hopper", mask=packed(65_536))
+    assert {choice.kernel for choice in (*found.choices, *found.strategies)} == {"hopper"}
+    assert found.best.chosen.rates.known == "assumed, not measured"
+
+
+def test_a_job_fits_if_some_strategy_does():
+    """Keys that travel round a ring take more memory than those of heads that are shared out, if there are many."""
+    job = dict(model="7b", strategies=["heads"], layouts=[sa.striped(1)])
+    found = sa.plan(8, 65_536, hardware="h200", **job)
+    by_heads = sorted(found.strategies, key=lambda one: one.strategy.heads)
+    ring, heads = (sum(choice.memory.values()) for choice in by_heads)
+    assert heads < ring
+    between = dataclasses.replace(found.setting.hardware, memory=(ring + heads) / 2 / 0.75)
+    tight = sa.plan(8, 65_536, hardware=between, **job)
+    assert tight.shortfall is None
+    assert tight.fastest.strategy == sa.strategy(heads=8)
+    assert [tight.fits(choice) for choice in tight.choices] == [False, False]
+
+
+def test_a_named_kernel_takes_the_layouts_that_it_can():
+    found = sa.plan(8, 65_536, kernel="cudnn", layouts=[sa.striped(1)], strategies=[sa.strategy(heads=2)])
+    assert {str(choice.strategy): choice.layout for choice in found.strategies}["heads=2"] == sa.contiguous()
+    with pytest.raises(ValueError, match=r"With strategy gather=8: kernel 'cudnn' cannot do this: It needs as many"):
+        sa.plan(8, 65_536, kernel="cudnn", strategies=["gather"], layouts=[])
+    with pytest.raises(ValueError, match=r"strategies must be a list, like \['heads', 'gather'\]; got 'heads'"):
+        sa.plan(8, 65_536, strategies="heads")
+
+
+def test_stripes_of_a_group_are_as_wide_as_a_tile():
+    config = TrainConfig(preset="llama3-8b", sequence_length=65_536, kernel="hopper")
+    for strategy, stripe in (("ring", 128), ("heads=2", 64), ("heads=8", 16), ("gather", 128)):
+        run = dataclasses.replace(config, strategy=strategy)
+        assert run.make_layout(8) == sa.striped(stripe)

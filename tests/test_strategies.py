@@ -128,7 +128,7 @@ def test_what_is_sent():
             "heads · gather of a strategy must divide the 4 devices of the sequence axis",
         ),
         (sa.strategy(heads=2, gather=4), "must divide the 4 devices of the sequence axis; got heads=2, gather=4."),
-        ("heads", "6 heads cannot be shared by heads=4 devices. Use sa.strategy(heads=2) with a ring or gather"),
+        ("heads", "6 heads cannot be shared by 4 devices. Use heads=2, and a ring or gather for the rest."),
         (None, "got None"),
     ],
     ids=str,
@@ -184,3 +184,29 @@ def test_axes_that_a_mesh_does_not_have(names):
     x = jnp.ones((1, 16, 2, 4))
     with pytest.raises(ValueError, match=r"axis_name must be an axis of the mesh, or a tuple of several; got"):
         sa.attention(x, x, x, mesh=mesh_of(4), axis_name=names, layout=sa.striped(), mask=sa.causal())
+
+
+def test_vmap_of_all_heads_and_of_gathered_keys():
+    """JAX cannot batch an all-to-all of groups: with heads for some of the devices it says so."""
+    shape = Shape(length=16)
+    q, k, v = (np.stack([shape.arrays(seed)[name] for seed in (0, 1)]) for name in "qkv")
+
+    def attend(strategy):
+        options = dict(mesh=mesh_of(4), axis_name="sequence", layout=sa.contiguous(), mask=sa.causal())
+        return lambda *x: sa.attention(*x, strategy=strategy, **options)
+
+    for strategy in ("heads", "gather"):
+        found = jax.vmap(attend(strategy))(q, k, v)
+        for i in range(2):
+            wanted = dense_attention(q[i], k[i], v[i], sa.causal().dense(16))
+            np.testing.assert_allclose(found[i], wanted, atol=FLOAT32_TOLERANCE)
+    with pytest.raises(NotImplementedError):
+        jax.vmap(attend(sa.strategy(heads=2)))(q, k, v)
+
+
+def test_deterministic_is_true_or_false():
+    x = jnp.ones((1, 16, 2, 4))
+    with pytest.raises(ValueError, match=r"deterministic must be True or False; got \[1\]"):
+        sa.attention(
+            x, x, x, mesh=mesh_of(4), axis_name="sequence", layout=sa.striped(), mask=sa.causal(), deterministic=[1]
+        )

@@ -209,7 +209,7 @@ def _by_strategy(found: Plan) -> list[Any]:
     best = found.fastest
     more = found.best.step_seconds / best.step_seconds
     if more < 1 + SAME:
-        return [shown, "A ring is as fast as any strategy here."]
+        return [shown, "A ring is as fast as any strategy that fits."]
     return [shown, f"Fastest: --strategy {best.strategy} with {best.layout!r}, {more:.2f} times a ring's speed."]
 
 

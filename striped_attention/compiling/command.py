@@ -106,6 +106,7 @@ def _facts(program: Program, best: Compiled) -> dict[str, Any]:
     rings = [[(*d.coords, d.core_on_chip) for d in row] for row in program.mesh.devices] if tpu else []
     return {
         "layout": repr(program.compute.layout),
+        "strategy": program.config.strategy,
         "kernel": best.kernel,
         "parameters": program.model.parameters,
         "estimated_memory": estimate(program.config, sizes).total_memory,
@@ -182,10 +183,11 @@ def _longest(first: Compiled, attempt: Any, console: rich.console.Console) -> li
 def count_work(program: Program) -> dict[str, Any]:
     """Tiles that devices run, step by step, under a causal mask: of the busiest at every step, over the baseline."""
     compute, config = program.compute, program.config
-    tile = _choice(program).tile
+    tile, heads = _choice(program).tile, config.make_strategy(compute.devices).heads
+    devices = compute.devices // heads  # as kernels see them
 
     def critical(layout: Layout) -> int:
-        tiles, _ = count_tile_rows(layout, sa.causal(), config.sequence_length, compute.devices, tile)
+        tiles, _ = count_tile_rows(layout.grouped(heads), sa.causal(), config.sequence_length, devices, tile)
         return int(np.sum(np.max(tiles, axis=0)))
 
     mine, baseline = critical(compute.layout), critical(BASELINE)
@@ -194,7 +196,7 @@ def count_work(program: Program) -> dict[str, Any]:
         "busiest_tiles": mine,
         "busiest_tiles_contiguous": baseline,
         "over_contiguous": baseline / mine,
-        "bound": 2 - 1 / compute.devices,
+        "bound": 2 - 1 / devices,
     }
 
 
@@ -203,14 +205,16 @@ def _show(config: CompileConfig, record: dict[str, Any], best: Compiled) -> list
     batch = f"{config.batch} × " if config.batch > 1 else ""
     lines: list[Any] = [
         f"[bold]{config.preset}[/], {record['parameters']:,} parameters, {batch}{best.length:,} tokens on "
-        f"{record['devices']} × {record['device']} ({config.topology}), {record['layout']}, kernel {record['kernel']}"
+        f"{record['devices']} × {record['device']} ({config.topology}), {record['layout']}, "
+        f"strategy {record['strategy']}, kernel {record['kernel']}"
     ]
     if not best.fits:
         return [*lines, f"[red]It does not fit{_of_memory(best)}.[/] `--longest` finds what does."]
     table = rich.table.Table(box=rich.box.SIMPLE, show_header=False)
     table.add_row("peak memory of a device", gigabytes(best.memory or 0))
     table.add_row("  estimated by --dry-run", gigabytes(record["estimated_memory"]))
-    table.add_row("transfers hidden behind attention", f"{best.hidden} of {len(best.transfers)}")
+    hops = f"{best.hidden} of {len(best.transfers)}" if best.transfers else "none: keys do not travel round a ring"
+    table.add_row("transfers hidden behind attention", hops)
     for transfer in best.transfers:
         if not transfer["hidden"]:
             table.add_row("  [yellow]not hidden", f"{transfer['dtype']}, {gigabytes(transfer['bytes'])}")

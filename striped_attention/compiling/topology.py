@@ -35,7 +35,8 @@ def describe(name: str) -> list[Any]:
     like the one that is here.
     """
     kind, _, shape = name.partition(":")
-    if kind not in (*TPUS, *GPUS, "cuda") or not re.fullmatch(r"[1-9]\d{0,3}(x[1-9]\d{0,3}){1,2}", shape):
+    sizes = 2 if kind in (*GPUS, "cuda") else 1  # at least, after the first
+    if kind not in (*TPUS, *GPUS, "cuda") or not re.fullmatch(rf"[1-9]\d{{0,3}}(x[1-9]\d{{0,3}}){{{sizes},2}}", shape):
         raise UsageError(
             f"--topology must be one of {', '.join(TPUS)} with its chips, like v4:2x2x4 or v5e:4x4, or one of "
             f"{', '.join(GPUS)} and cuda with slices, machines and GPUs of each, like h200:1x1x8; got {name!r}."

@@ -167,10 +167,6 @@ class Layout:
         """
         return self if self.stripe is None else dataclasses.replace(self, stripe=self.stripe * members)
 
-    def ungrouped(self, members: int) -> "Layout":
-        """The layout whose groups of so many devices lie like this one, or the nearest to it that there is."""
-        return self if self.stripe is None else dataclasses.replace(self, stripe=max(1, self.stripe // members))
-
     def join(self, x: Any, members: int, length: int, devices: int, axis: int = 1) -> Any:
         """Slots of a group of neighbouring devices, one device after the other, as slots of `grouped(members)`.
 
@@ -180,7 +176,7 @@ class Layout:
         xp, rounds = namespace(x), slots // width
         x = xp.moveaxis(x, axis, 0).reshape(members, slots, *x.shape[:axis], *x.shape[axis + 1 :])
         whole = xp.swapaxes(x[:, : rounds * width].reshape(members, rounds, width, *x.shape[2:]), 0, 1)
-        whole, rest = self._turn_back(whole, 1), x[:, rounds * width :]
+        whole, rest = self._turn_back(whole), x[:, rounds * width :]
         found = xp.concatenate([whole.reshape(-1, *x.shape[2:]), rest.reshape(-1, *x.shape[2:])])
         return xp.moveaxis(found, 0, axis)
 
@@ -190,16 +186,16 @@ class Layout:
         xp, rounds = namespace(x), slots // width
         x = xp.moveaxis(x, axis, 0)
         whole = x[: members * rounds * width].reshape(rounds, members, width, *x.shape[1:])
-        whole = xp.swapaxes(self._turn_back(whole, 1), 0, 1).reshape(members, rounds * width, *x.shape[1:])
+        whole = xp.swapaxes(self._turn_back(whole), 0, 1).reshape(members, rounds * width, *x.shape[1:])
         rest = x[members * rounds * width :].reshape(members, slots - rounds * width, *x.shape[1:])
         return xp.moveaxis(xp.concatenate([whole, rest], axis=1).reshape(-1, *x.shape[1:]), 0, axis)
 
-    def _turn_back(self, x: Any, axis: int) -> Any:
-        """Reverse what is dealt in the opposite direction, in every second round (the first dimension)."""
+    def _turn_back(self, x: Any) -> Any:
+        """[rounds, members, ...] with the members reversed in rounds that are dealt in the opposite direction."""
         if not self.backwards:
             return x
         xp = namespace(x)
-        return xp.stack([xp.flip(part, axis - 1) if i % 2 else part for i, part in enumerate(x)])
+        return xp.stack([xp.flip(part, 0) if i % 2 else part for i, part in enumerate(x)])
 
     def permute(
         self,

@@ -70,25 +70,31 @@ def refusal(name: str, request: Request, named: bool = True) -> str | None:
     return reason
 
 
-def choose_stripes(name: str, request: Request, slots: int) -> Layout:
+def choose_stripes(name: str, request: Request, slots: int, members: int = 1) -> Layout:
     """Stripes, about as wide as a kernel's tile or a single token, for which there is the fastest kernel.
 
-    `slots` are the tokens of a device that should make a few stripes. A named kernel that cannot do the request at all
-    gets the stripes that it would take for a plain causal mask; `choose` refuses it then.
+    `slots` are the tokens of a device that should make a few stripes. So many `members` of neighbouring devices make
+    one of the request's: it is their stripes together that a kernel sees. A named kernel that cannot do the request at
+    all gets the stripes that it would take for a plain causal mask; `choose` refuses it then.
     """
     found: list[tuple[float, Layout]] = []
     for other in KERNELS if name == "auto" else [name]:
-        tile = max(request.tile or KERNELS[other].default_tile(request))
-        asked = [dataclasses.replace(request, layout=layout) for layout in stripes_of(tile, slots)]
-        found += [
-            (_choice(other, one).seconds, one.layout) for one in asked if refusal(other, one, other == name) is None
-        ]
+        for layout in _stripes(other, request, slots, members):
+            asked = dataclasses.replace(request, layout=layout.grouped(members))
+            if refusal(other, asked, other == name) is None:
+                found.append((_choice(other, asked).seconds, layout))
     if found:
         return min(found, key=lambda one: one[0])[1]
     plain = dataclasses.replace(request, documents=False, window=None, prefix=0, here=False)
     if plain == request:
-        return stripes_of(max(request.tile or KERNELS[name].default_tile(request)), slots)[0]
-    return choose_stripes(name, plain, slots)
+        return _stripes(name, request, slots, members)[0]
+    return choose_stripes(name, plain, slots, members)
+
+
+def _stripes(name: str, request: Request, slots: int, members: int) -> list[Layout]:
+    """Stripes to choose from for a kernel."""
+    tile = max(request.tile or KERNELS[name].default_tile(request))
+    return stripes_of(max(1, tile // members), slots)
 
 
 def _rates(name: str, platform: str) -> Rates | None:

@@ -106,7 +106,7 @@ def estimate(config: Job, mesh: dict[str, int]) -> Cost:
         matrix_flops=matrices // devices,
         attention_flops=attention // devices,
         attention_share=_attention_share(config, attention, matrices),
-        wire=_wire(model, sizes, specs, devices, width, messages),
+        wire=_wire(config, sizes, specs, devices, width, messages),
         hop_bytes=messages.hop,
         hops=messages.hops,
         replicated=tuple(name for name in sizes if not name.endswith("norm") and not _is_split(specs, name)),
@@ -159,8 +159,9 @@ class Messages:
 
     @property
     def gathered(self) -> int:
-        """Numbers of keys and values that are in memory beside a device's own, of the group at work and the next."""
-        return 2 * self.keys * (self.strategy.gather - 1) * min(2, self.groups) // self.groups
+        """Numbers of keys and values that are in memory beside a device's own: those at work and the next ones."""
+        sets = 2 if self.hops else min(2, self.groups) / self.groups
+        return int(2 * self.keys * (self.strategy.gather - 1) * sets)
 
 
 def _attention_share(config: Job, attention: int, matrices: int) -> float:
@@ -206,18 +207,21 @@ def _memory(
 
 
 def _wire(
-    model: ModelConfig, sizes: dict[str, int], specs: Any, devices: int, width: int, messages: "Messages"
+    config: Job, sizes: dict[str, int], specs: Any, devices: int, width: int, messages: "Messages"
 ) -> dict[str, int]:
     """Bytes that a device sends in a step."""
+    layers, sends = config.model.layers, sends_backward(messages.hops)
     gathered = sum(size for name, size in sizes.items() if _is_split(specs, name)) * (devices - 1) // devices
     forward = messages.hops * messages.hop + messages.gather
-    # Backward tokens are traded twice: as in the forward pass, which is made again, and for the gradients.
-    traded = {"tokens for heads": 3 * model.layers * messages.trade} if messages.trade else {}
+    backward = sends * messages.hop + (sends + 1) * messages.gather // (messages.hops + 1)
+    # Forward, backward for the gradients, and once more where the forward pass is made again.
+    times = 2 if config.remat == "none" else 3
+    traded = {"tokens for heads": times * layers * messages.trade} if messages.trade else {}
     return {
         **traded,
-        "keys and values, forward": model.layers * forward,
-        "keys and values, backward": model.layers * (sends_backward(messages.hops) * messages.hop + messages.gather),
-        "their gradients": model.layers * forward // width * FLOAT32,
+        "keys and values, forward": layers * forward,
+        "keys and values, backward": layers * backward,
+        "their gradients": layers * forward // width * FLOAT32,
         "weights, gathered twice": 2 * gathered * width,
         "weights' gradients": gathered * FLOAT32,
     }

@@ -43,9 +43,9 @@ AFFORDABLE = 2**25  # devices × tokens that are counted block by block where ro
 class Choice:
     """A layout, and what a training step with it would be.
 
-    `tiles` are of one head, by device and step, and no more than these if not `exact`; the ring leaves out the steps
-    that are not `needed`. `waiting` is the part of
-    attention's time in which the mean device does not compute; `hidden` says whether no step waits for the wire alone.
+    `tiles` are of one head, by device and step, and no more than these if not `exact` (gathered ones: about these); the
+    ring leaves out the steps that are not `needed`. `waiting` is the part of attention's time in which the mean device
+    does not compute; `hidden` says whether no step waits for the wire alone.
     """
 
     setting: Setting
@@ -115,7 +115,7 @@ class Plan:
     """What `plan` found: the layouts from the fastest to the slowest, and why the first one is.
 
     `strategies` has the best choice of each strategy, the fastest first; `choices` are those of a ring. `shortfall` is
-    None if the best layout fits into memory, and else says by how much it does not and what would.
+    None if some strategy fits into memory, and else says by how much a ring does not and what would.
     """
 
     setting: Setting
@@ -192,12 +192,14 @@ def plan(
     by_strategy = [choices[0]]
     for strategy in _strategies(setting, strategies):
         tried = [dataclasses.replace(setting, layout=layout, strategy=strategy) for layout in layouts]
-        if strategies is None:  # of those that nobody asked for, what the kernel can do
-            tried = [one for one in tried if _refusal(one) is None]
-        able = [_choice(one, pairs, count) for one in tried]
-        by_strategy += sorted(able, key=lambda choice: choice.step_seconds)[:1]
+        able = [one for one in tried if _refusal(one) is None]
+        if strategies is not None and not able:
+            raise ValueError(f"With strategy {strategy}: kernel {kernel!r} cannot do this: {_refusal(tried[0])}")
+        found = [_choice(one, pairs, count) for one in able]
+        by_strategy += sorted(found, key=lambda choice: choice.step_seconds)[:1]
     by_strategy.sort(key=lambda choice: choice.step_seconds)
-    reason, shortfall = _reason(choices, base, bound), _shortfall(choices[0])
+    shortfall = None if any(choice.fits for choice in by_strategy) else _shortfall(choices[0])
+    reason = _reason(choices, base, bound)
     return Plan(setting, choices, tuple(by_strategy), bound, reason, shortfall)
 
 
@@ -211,6 +213,8 @@ def _strategies(setting: Setting, asked: Sequence[str | Strategy] | None) -> lis
     devices, heads = setting.devices, setting.model.heads
     if asked is None:
         found = candidates(devices, heads, setting.hardware.group)
+    elif isinstance(asked, str):
+        raise ValueError(f"strategies must be a list, like ['heads', 'gather']; got {asked!r}.")
     else:
         found = [resolve(one, devices, heads) for one in asked]
     return [strategy for strategy in dict.fromkeys(found) if strategy != RING]

@@ -52,7 +52,7 @@ class Setting:
         return self.layout
 
     def make_strategy(self, devices: int) -> Strategy:
-        return self.strategy if devices % self.strategy.group == 0 else RING
+        return self.strategy
 
     @property
     def slots(self) -> int:
@@ -164,7 +164,7 @@ def passes(setting: Setting, chosen: Choice, tiles: Counts, needed: np.ndarray) 
         where = np.array(order), np.array(part), per_tile, per_step, np.array(sent), setting.wire
         return Pass(blocks, *where, exposed)
 
-    messages, strategy = setting.messages, setting.strategy
+    messages, strategy, again = setting.messages, setting.strategy, 1 if setting.remat == "none" else 2
     more = FLOAT32 / messages.width  # gradients of keys and values are float32
     trade = messages.trade / setting.wire_of(strategy.heads) + (LATENCY if strategy.heads > 1 else 0.0)
     # Gathered keys in bytes that take the ring's wire as long, for each of its steps, and what cannot be hidden: those
@@ -178,11 +178,11 @@ def passes(setting: Setting, chosen: Choice, tiles: Counts, needed: np.ndarray) 
     if not hops:
         forward = make(rates.forward, 1.0, order, [1.0], [hidden], trade + first)
         sent = [hidden * (1 + more)]
-        return forward, make(rates.backward, BACKWARD, order, [1.0], sent, 2 * trade + first * (1 + more))
+        return forward, make(rates.backward, BACKWARD, order, [1.0], sent, again * trade + first * (1 + more))
     # What hops is gathered next: of the two the longer one is hidden, and the other way round sums.
     most, least = max(kv, gathered), min(kv, gathered) * hops / setting.wire
     forward = make(rates.forward, 1.0, order, [1.0] * len(order), [most] * hops + [0.0], trade + first + least)
     halves = [0.5, *[1.0] * hops, 0.5]
     sent = [most * (step < sends_backward(hops)) + most * more * (step > 1) for step in range(hops + 2)]
-    exposed = 2 * trade + first + least * (1 + more)
+    exposed = again * trade + first + least * (1 + more)
     return forward, make(rates.backward, BACKWARD, [*order, 0], halves, sent, exposed)

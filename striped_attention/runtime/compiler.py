@@ -24,8 +24,8 @@ def compiler_options(platform: str | None = None, deterministic: bool = False) -
 
     `deterministic` asks for programs that give the same bits in every run; elsewhere than on GPUs all do.
 
-    An option that the installed XLA does not know is left out, with a warning: programs compile, but transfers may not
-    overlap with attention.
+    An option for overlap that the installed XLA does not know is left out, with a warning: programs compile, but
+    transfers may not overlap with attention. One for `deterministic` is not: such a program does not compile.
     """
     platform = jax.default_backend() if platform is None else platform
     if platform not in ("gpu", "cuda"):

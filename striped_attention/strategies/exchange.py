@@ -42,9 +42,11 @@ def _join(problem: Problem, x: Array) -> Array:
     return problem.layout.join(x, problem.strategy.heads, problem.padded_length, problem.devices)
 
 
-def _neighbours(problem: Problem) -> list[list[int]]:
-    """Groups of devices that share out heads."""
+def _neighbours(problem: Problem) -> list[list[int]] | None:
+    """Groups of devices that share out heads; None for all, which `jax.vmap` of an all-to-all needs."""
     heads = problem.strategy.heads
+    if heads == problem.devices:
+        return None
     return [list(range(first, first + heads)) for first in range(0, problem.devices, heads)]
 
 

@@ -38,9 +38,12 @@ def split_heads(gather: int, heads: int, kv_heads: int) -> list[Heads]:
     ]
 
 
-def halves(heads: int, kv_heads: int) -> list[Heads]:
-    """All heads in two parts, or in one if there is but one. A single key head is seen by both parts."""
-    if heads == 1:
+def halves(gather: int, heads: int, kv_heads: int) -> list[Heads]:
+    """All heads in two parts, or in one if there is but one. A single key head is seen by both parts.
+
+    Where keys are gathered from several devices it stays whole, to be gathered once.
+    """
+    if heads == 1 or (gather > 1 and kv_heads == 1):
         return [Heads()]
     if kv_heads == 1:
         return [Heads(slice(heads // 2)), Heads(slice(heads // 2, None))]

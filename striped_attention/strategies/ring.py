@@ -204,7 +204,7 @@ def _gradients(problem: Problem, residuals: Any, dout: Array) -> Any:
     hops = [b - a for a, b in itertools.pairwise(offsets)]
     second = hops[1] if hops[1:] else None
     own = functools.partial(_own_gradients, problem, block(0), (q, out, lse, dout))
-    *early, late = [(heads, heads.of_keys((k, v))) for heads in halves(q.shape[2], k.shape[2])]
+    *early, late = [(heads, heads.of_keys((k, v))) for heads in halves(problem.strategy.gather, q.shape[2], k.shape[2])]
     keys = _hold(problem, send(problem, (k, v), hops[0])) if hops else None
     parts = [own(heads, gather(problem, some)) for heads, some in early] if hops else []
     stay = arrived = None

@@ -31,6 +31,10 @@ class Strategy:
     heads: int = 1
     gather: int = 1
 
+    def __post_init__(self) -> None:
+        check_whole("heads", self.heads)
+        check_whole("gather", self.gather)
+
     def __str__(self) -> str:
         """As `parse_strategy` takes it."""
         sizes = {"heads": self.heads, "gather": self.gather}
@@ -61,14 +65,15 @@ def strategy(*, heads: int = 1, gather: int = 1) -> Strategy:
     `heads · gather` must divide the devices of the sequence axis, and a ring joins what is left: of 8 devices
     `strategy(heads=2)` makes a ring of 4, `strategy(heads=8)` none.
     """
-    return Strategy(check_whole("heads", heads), check_whole("gather", gather))
+    return Strategy(heads, gather)
 
 
 def parse_strategy(text: str) -> str | Strategy:
     """A strategy as commands take it: a name, or the sizes of groups, like heads=2 or heads=2,gather=4."""
+    text = text.strip()
     if text in NAMES:
         return text
-    sizes = re.fullmatch(r"(heads|gather)=(\d{1,6})(?:,(?!\1)(heads|gather)=(\d{1,6}))?", text)
+    sizes = re.fullmatch(r"(heads|gather)=(\d{1,6})(?:, ?(?!\1)(heads|gather)=(\d{1,6}))?", text)
     if sizes is None:
         raise ValueError(f"A strategy is written like {', '.join(NAMES)}, heads=2 or heads=2,gather=4; got {text!r}.")
     found = {name: int(size) for name, size in (sizes.groups()[:2], sizes.groups()[2:]) if name is not None}
@@ -92,8 +97,8 @@ def resolve(asked: Any, devices: int, heads: int | None = None) -> Strategy:
         )
     if heads is not None and heads % found.heads:
         raise ValueError(
-            f"A strategy shares out query heads equally: {heads} heads cannot be shared by heads={found.heads} "
-            f"devices. Use sa.strategy(heads={math.gcd(heads, found.heads)}) with a ring or gather for the rest."
+            f"A strategy shares out a device's query heads equally: {heads} heads cannot be shared by "
+            f"{found.heads} devices. Use heads={math.gcd(heads, found.heads)}, and a ring or gather for the rest."
         )
     return found
 

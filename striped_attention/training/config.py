@@ -157,8 +157,8 @@ class TrainConfig:
             return named_layout(self.layout, self.stripe or 1)
         assumed = "gpu" if self.cpu_devices is None else "cpu"
         request = self.request(BASELINE, devices, documents, platform or assumed, here=platform is not None)
-        found = choose_stripes(self.kernel, request, -(-self.sequence_length // request.devices))
-        return found.ungrouped(devices // request.devices)
+        slots = -(-self.sequence_length // devices)
+        return choose_stripes(self.kernel, request, slots, devices // request.devices)
 
     def make_strategy(self, devices: int) -> Strategy:
         """The strategy on that many devices of the sequence axis; `settle` must have chosen one."""

@@ -25,7 +25,7 @@ def emulated() -> Iterator[None]:
     parts.emulating = True
     kernel.RATES["cpu"] = kernel.RATES["gpu"]
     kernel.DTYPES.append("float32")
-    kernel.KINDS.append("cpu")
+    kernel.KINDS.append("CPU")
     try:
         with params.force_gpu_interpret_mode(params.InterpretGPUParams()):
             yield
@@ -33,4 +33,4 @@ def emulated() -> Iterator[None]:
         parts.emulating = False
         del kernel.RATES["cpu"]
         kernel.DTYPES.remove("float32")
-        kernel.KINDS.remove("cpu")
+        kernel.KINDS.remove("CPU")

@@ -44,7 +44,7 @@ def default_tile(request: Request) -> tuple[int, int]:
 
 def unsupported(request: Request) -> str | None:
     """What this kernel cannot do of what is asked, in a sentence; None if it can do all of it."""
-    if request.device_kind and not set(re.findall(r"\w+", request.device_kind)) & set(KINDS):
+    if request.device_kind and not set(re.findall(r"\w+", request.device_kind.upper())) & set(KINDS):
         return f"It runs on GPUs of compute capability 9.0, as an H100 or H200; this is a {request.device_kind}."
     if request.dtype not in DTYPES:
         return f"It computes in {' or '.join(DTYPES)}; the queries are {request.dtype}."
