@@ -1,6 +1,6 @@
 """The two entries: `attention` for global arrays on a mesh, `attention_shard` for code already inside `jax.shard_map`.
 
-Both check everything that can be checked before anything runs, choose a kernel and start the ring.
+Both check everything that can be checked before anything runs, choose a kernel and follow the strategy.
 """
 
 import contextlib
