@@ -18,10 +18,29 @@ from striped_attention.core.partial import Partial
 from striped_attention.kernels import cudnn
 from striped_attention.kernels import decode as kernel_few
 from striped_attention.strategies.problem import Problem
+from tests.test_kernel_hopper import TILES, check_tiles
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="no GPU; see `make test-gpu`")
 
 LAYOUTS = [sa.contiguous(), sa.striped(), sa.zigzag()]
+
+
+hopper_only = pytest.mark.skipif(getattr(jax.devices()[0], "compute_capability", None) != "9.0", reason="no Hopper GPU")
+
+
+@hopper_only
+@pytest.mark.parametrize("case", TILES)
+def test_the_kernel_for_hopper_is_right(case):
+    check_tiles(*TILES[case])
+
+
+@hopper_only
+@pytest.mark.parametrize("slots", [128, 1000, 4096])
+def test_the_kernel_for_hopper_gives_the_same_bits_again(slots):
+    shape = (1, slots, slots, 8, 2, 128, 128)
+    first, second = (check_tiles(shape, 1, {}) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def random(*shape, seed=0, dtype=jnp.bfloat16):
