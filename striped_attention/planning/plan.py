@@ -195,8 +195,8 @@ def plan(
         able = [one for one in tried if _refusal(one) is None]
         if strategies is not None and not able:
             raise ValueError(f"With strategy {strategy}: kernel {kernel!r} cannot do this: {_refusal(tried[0])}")
-        found = [_choice(one, pairs, count) for one in able]
-        by_strategy += sorted(found, key=lambda choice: choice.step_seconds)[:1]
+        ready = [_choice(one, pairs, count) for one in able]
+        by_strategy += sorted(ready, key=lambda choice: choice.step_seconds)[:1]
     by_strategy.sort(key=lambda choice: choice.step_seconds)
     shortfall = None if any(choice.fits for choice in by_strategy) else _shortfall(choices[0])
     reason = _reason(choices, base, bound)
