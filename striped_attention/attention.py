@@ -22,11 +22,10 @@ from striped_attention.core.checks import check_positions, poison
 from striped_attention.core.layout import AxisName, Layout, check_axis, count_devices
 from striped_attention.core.mask import Mask
 from striped_attention.kernels.choice import check_name, choose
-from striped_attention.kernels.contract import make_request
 from striped_attention.runtime.sharding import check_spec, current_device, mesh_for, reshard
 from striped_attention.strategies.problem import Problem
 from striped_attention.strategies.ring import ring_attention
-from striped_attention.strategies.strategy import Strategy, exchanged_shapes, resolve
+from striped_attention.strategies.strategy import Strategy, request_for, resolve
 
 
 @checks_itself
@@ -180,16 +179,17 @@ def attention_shard(
     tile = check_options(scale, softcap, tile)
     platform, kind = current_device()
     chosen = resolve(strategy, devices, query.shape[2])
-    request = make_request(
-        *exchanged_shapes(chosen, query, key),
+    request = request_for(
+        chosen,
+        query,
+        key,
         mask=mask,
-        layout=layout.grouped(chosen.heads),
-        devices=devices // chosen.heads,
+        layout=layout,
+        devices=devices,
         length=length,
         bias=bias,
         softcap=softcap,
         deterministic=deterministic,
-        gathered=chosen.gather > 1,
         tile=tile,
         platform=platform,
         device_kind=kind,

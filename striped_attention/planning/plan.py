@@ -20,14 +20,14 @@ from striped_attention.core.layout import BASELINE, Layout, check_whole
 from striped_attention.core.layout import candidates as candidate_layouts
 from striped_attention.core.mask import Mask, causal
 from striped_attention.kernels import choice as kernels
-from striped_attention.kernels.contract import Request, make_request
+from striped_attention.kernels.contract import Request
 from striped_attention.models.llama import PRESETS, ModelConfig
 from striped_attention.planning.cost import attention_flops, estimate, gigabytes, matrix_flops
 from striped_attention.planning.timeline import Setting, Timeline, passes, tile_flops
 from striped_attention.planning.work import Counts, count_tile_rows, count_tiles
 from striped_attention.runtime.hardware import HARDWARE, Hardware
 from striped_attention.strategies.hops import needed_hops
-from striped_attention.strategies.strategy import RING, Strategy, candidates, exchanged_shapes, resolve
+from striped_attention.strategies.strategy import RING, Strategy, candidates, request_for, resolve
 
 SAME = 0.02  # a difference that a plan cannot see
 MOST_DEVICES = 8192
@@ -336,13 +336,13 @@ def _request(setting: Setting) -> Request:
         jax.ShapeDtypeStruct((setting.batch, setting.slots, heads, model.head_dim), setting.dtype)
         for heads in (model.heads, model.kv_heads)
     )
-    strategy = setting.strategy
-    return make_request(
-        *exchanged_shapes(strategy, query, key),
+    return request_for(
+        setting.strategy,
+        query,
+        key,
         mask=setting.mask,
-        layout=setting.layout.grouped(strategy.heads),
-        devices=setting.devices // strategy.heads,
-        gathered=strategy.gather > 1,
+        layout=setting.layout,
+        devices=setting.devices,
         length=setting.sequence_length,
         platform=hardware.platform,
         device_kind=next(iter(hardware.kinds), ""),

@@ -18,7 +18,8 @@ from typing import Any
 import jax
 
 from striped_attention.core.annotations import checks_itself
-from striped_attention.core.layout import check_whole
+from striped_attention.core.layout import Layout, check_whole
+from striped_attention.kernels.contract import Request, make_request
 
 NAMES = ("ring", "gather", "heads")
 AUTO = "auto"  # of commands that can ask the planner
@@ -110,7 +111,18 @@ def candidates(devices: int, heads: int, group: int) -> list[Strategy]:
     return list(dict.fromkeys([RING, *sizes, Strategy(gather=devices), Strategy(gather=near)]))
 
 
-def exchanged_shapes(strategy: Strategy, query: Any, key: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+def request_for(strategy: Strategy, query: Any, key: Any, *, layout: Layout, devices: int, **rest: Any) -> Request:
+    """What is asked of a kernel after the exchanges of a strategy; `make_request` without them."""
+    return make_request(
+        *_exchanged(strategy, query, key),
+        layout=layout.grouped(strategy.heads),
+        devices=devices // strategy.heads,
+        gathered=strategy.gather > 1,
+        **rest,
+    )
+
+
+def _exchanged(strategy: Strategy, query: Any, key: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """Shapes of a device's queries and keys as a kernel gets them, after tokens were traded for heads and gathered."""
     batch, slots, heads, dim = query.shape
     kv_heads = key.shape[2] * strategy.key_copies(heads, key.shape[2])

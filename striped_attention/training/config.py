@@ -11,10 +11,10 @@ import striped_attention as sa
 from striped_attention.core.layout import BASELINE, DEFAULT, Layout, LayoutName, has_stripes, named_layout
 from striped_attention.errors import UsageError
 from striped_attention.kernels.choice import choose_stripes
-from striped_attention.kernels.contract import Request, make_request
+from striped_attention.kernels.contract import Request
 from striped_attention.models.llama import PRESETS, ModelConfig
 from striped_attention.options import Path, Text, Whole, check_at_least, check_shared
-from striped_attention.strategies.strategy import AUTO, Strategy, exchanged_shapes, parse_strategy, resolve
+from striped_attention.strategies.strategy import AUTO, Strategy, parse_strategy, request_for, resolve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,13 +179,13 @@ class TrainConfig:
         mask = sa.causal() if self.model.window is None else sa.sliding_window(self.model.window)
         if documents:
             mask = mask & sa.documents(np.zeros((1, self.sequence_length), np.int32))
-        strategy = self.make_strategy(devices)
-        return make_request(
-            *exchanged_shapes(strategy, query, key),
+        return request_for(
+            self.make_strategy(devices),
+            query,
+            key,
             mask=mask,
-            layout=layout.grouped(strategy.heads),
-            devices=devices // strategy.heads,
-            gathered=strategy.gather > 1,
+            layout=layout,
+            devices=devices,
             length=self.sequence_length,
             tile=None if self.tile is None else (self.tile, self.tile),
             deterministic=self.deterministic,
