@@ -22,10 +22,12 @@ from striped_attention.core.checks import check_positions, poison
 from striped_attention.core.layout import AxisName, Layout, check_axis, count_devices
 from striped_attention.core.mask import Mask
 from striped_attention.kernels.choice import check_name, choose
+from striped_attention.kernels.contract import make_request
 from striped_attention.runtime.sharding import check_spec, current_device, mesh_for, reshard
+from striped_attention.strategies.choice import choose_strategy
 from striped_attention.strategies.problem import Problem
 from striped_attention.strategies.ring import ring_attention
-from striped_attention.strategies.strategy import Strategy, request_for, resolve
+from striped_attention.strategies.strategy import AUTO, Strategy, check_strategy, exchanged
 
 
 @checks_itself
@@ -43,7 +45,7 @@ def attention(
     softcap: float | None = None,
     bias: Bias | None = None,
     sinks: Float[Array | np.ndarray, " heads"] | None = None,
-    strategy: str | Strategy = "ring",
+    strategy: str | Strategy = AUTO,
     kernel: str = "auto",
     tile: int | tuple[int, int] | None = None,
     deterministic: bool = False,
@@ -68,7 +70,9 @@ def attention(
       sinks: one logit per head that takes part in the softmax and has no value (attention sinks).
       strategy: how queries and keys come to meet. "ring": keys travel from device to device. "heads": each device gets
         the whole sequence for its share of the heads (Ulysses). "gather": each device gathers all keys. Or
-        `sa.strategy(heads=…, gather=…)`, groups of neighbours and a ring of groups. All give the same answer.
+        `sa.strategy(heads=…, gather=…)`, groups of neighbours and a ring of groups. All give the same answer. "auto"
+        takes the one that the planner's cost model expects to be fastest for these shapes, this mask and this
+        hardware, of those that fit in memory, and logs it at level INFO.
       kernel: "auto", "xla" (plain JAX: everything, everywhere), "cudnn" (NVIDIA GPUs), "hopper" (H100 and H200; not
         measured yet, so "auto" does not take it) or "pallas_tpu" (TPUs). What "auto" takes, the fastest that can do
         what is asked, it says through `logging`, at level INFO; where that is a slow one on a GPU or TPU, a
@@ -96,7 +100,7 @@ def attention(
     length = check_length(query.shape[1], length, mask, layout, devices)
     check_batch(mask, query.shape[0])
     check_name(kernel)
-    resolve(strategy, devices)
+    check_strategy(strategy, devices)
     if not isinstance(deterministic, bool):
         raise ValueError(f"deterministic must be True or False; got {deterministic!r}.")
     tile = check_options(scale, softcap, tile)
@@ -138,7 +142,7 @@ def attention_shard(
     softcap: float | None = None,
     bias: Bias | None = None,
     sinks: Float[Array | np.ndarray, " heads"] | None = None,
-    strategy: str | Strategy = "ring",
+    strategy: str | Strategy = AUTO,
     kernel: str = "auto",
     tile: int | tuple[int, int] | None = None,
     deterministic: bool = False,
@@ -178,9 +182,7 @@ def attention_shard(
     check_batch(mask, query.shape[0])
     tile = check_options(scale, softcap, tile)
     platform, kind = current_device()
-    chosen = resolve(strategy, devices, query.shape[2])
-    request = request_for(
-        chosen,
+    plain = make_request(
         query,
         key,
         mask=mask,
@@ -194,7 +196,8 @@ def attention_shard(
         platform=platform,
         device_kind=kind,
     )
-    attend = choose(kernel, request).kernel
+    chosen = choose_strategy(strategy, plain, kernel)
+    attend = choose(kernel, exchanged(chosen, plain)).kernel
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)
     problem = Problem(axis_name, devices, layout, length, padded_length, attend, scale, softcap, tile, chosen)

@@ -72,7 +72,8 @@ def mesh_of(devices: int, name: str = "sequence") -> jax.sharding.Mesh:
 
 @functools.lru_cache(maxsize=32)
 def on_mesh(shape: Shape, devices: int, layout: Layout, **options: Any) -> Any:
-    """A compiled function from arrays and a mask to the output and all gradients, in text order."""
+    """A function from arrays and a mask to the output and all gradients, in text order; by default of a ring."""
+    options = {"strategy": "ring", **options}
 
     def output(arrays: dict[str, Any], mask: Mask) -> Any:
         q, k, v = (layout.permute(arrays[name], devices=devices, axis=1) for name in "qkv")

@@ -237,7 +237,7 @@ def test_a_ring_of_it_can_be_lowered_for_gpus():
 
 
 def test_training_deals_single_tokens_to_cudnn(monkeypatch):
-    config = TrainConfig(sequence_length=8192)
+    config = TrainConfig(sequence_length=8192, strategy="ring")
     assert config.make_layout(4, documents=False, platform="cpu") == sa.striped(256)
     monkeypatch.setattr(binding, "EMULATED", True)
     assert config.make_layout(4, documents=False, platform="gpu") == sa.striped(1)

@@ -18,11 +18,11 @@ from striped_attention.models.llama import PRESETS, ModelConfig
 from striped_attention.options import parse_mask
 from striped_attention.planning.cost import matrix_flops
 from striped_attention.planning.plan import MATRIX_EFFICIENCY, MOST_DEVICES
-from striped_attention.planning.timeline import Pass
 from striped_attention.planning.work import count_tile_rows, count_tiles
 from striped_attention.runtime.hardware import HARDWARE
 from striped_attention.strategies.hops import needed_hops
 from striped_attention.strategies.ring import sends_backward
+from striped_attention.strategies.timeline import Pass
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 LAYOUTS = {

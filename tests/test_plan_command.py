@@ -2,7 +2,6 @@
 
 import io
 import json
-import sys
 
 import numpy as np
 import pytest
@@ -12,6 +11,7 @@ import striped_attention as sa
 from striped_attention import cli
 from striped_attention.cli import plan as plan_command
 from striped_attention.cli.plan import PlanConfig
+from striped_attention.strategies import choice as strategy_choice
 
 
 def run(capsys, *arguments):
@@ -82,7 +82,7 @@ def test_the_json_has_all_of_it(capsys, tmp_path):
 
 
 def test_counts_that_may_be_too_many_say_so(capsys, monkeypatch):
-    monkeypatch.setattr(sys.modules["striped_attention.planning.plan"], "AFFORDABLE", 0)
+    monkeypatch.setattr(strategy_choice, "AFFORDABLE", 0)
     _, text, _ = run(capsys, "--devices", 4, "--length", 8192, "--mask", "window", "--window", 500, "--preset", "debug")
     assert "≤ 1." in text
     assert "may be more than is run" in text

@@ -15,12 +15,11 @@ from striped_attention import cli
 from striped_attention.core.mask import packed
 from striped_attention.kernels import xla
 from striped_attention.kernels.tiles import tile_spans
-from striped_attention.models.llama import ModelConfig
 from striped_attention.options import parse_length
-from striped_attention.planning.cost import Messages
-from striped_attention.planning.plan import _gathered
 from striped_attention.planning.work import count_tiles
 from striped_attention.runtime.schedule import traffic
+from striped_attention.strategies.choice import _gathered
+from striped_attention.strategies.messages import Messages
 from striped_attention.strategies.problem import Problem
 from striped_attention.strategies.strategy import parse_strategy, resolve
 from striped_attention.training.config import TrainConfig
@@ -33,8 +32,7 @@ def test_a_plan_counts_the_messages_that_programs_send(strategy):
     """Forward, of one layer; in float32, which CPUs send."""
     devices, tokens, heads, kv_heads, dim = 4, 64, 8, 2, 4
     strategy = resolve(strategy, devices, heads)
-    model = ModelConfig(layers=1, dim=heads * dim, ffn=8, heads=heads, kv_heads=kv_heads, vocabulary=300)
-    messages = Messages(model, strategy, devices, tokens, 4)
+    messages = Messages(heads, kv_heads, dim, strategy, devices, tokens, 4)
     mesh = jax.make_mesh((devices,), ("sequence",), devices=jax.devices()[:devices])
     where = jax.sharding.NamedSharding(mesh, jax.P(None, "sequence"))
     q, k = (jax.ShapeDtypeStruct((1, tokens * devices, n, dim), jnp.float32, sharding=where) for n in (heads, kv_heads))

@@ -87,7 +87,8 @@ def test_every_transfer_of_a_ring_of_16_is_hidden(layout):
     x = jax.ShapeDtypeStruct((1, 262_144, 16, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
 
     def both(q, k, v, dout):
-        attend = functools.partial(sa.attention, mesh=mesh, axis_name="sequence", layout=layout, mask=sa.causal())
+        options = dict(mesh=mesh, axis_name="sequence", layout=layout, mask=sa.causal(), strategy="ring")
+        attend = functools.partial(sa.attention, **options)
         out, pull = jax.vjp(attend, q, k, v)
         return out, pull(dout)
 

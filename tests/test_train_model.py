@@ -187,8 +187,9 @@ def test_remat_changes_no_number(kind):
 
 @functools.cache
 def long(length, devices):
-    """A step of one long sequence."""
-    run = program((1, devices), sequence_length=length, batch=1, chunk=64, ffn=200, vocabulary=300)
+    """A step of one long sequence, over a ring."""
+    options = dict(chunk=64, ffn=200, vocabulary=300, strategy="ring")
+    run = program((1, devices), sequence_length=length, batch=1, **options)
     return run, run.compiled
 
 

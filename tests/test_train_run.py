@@ -418,7 +418,7 @@ def test_an_end_token_that_never_occurs_is_told_once(tmp_path, capsys):
 
 
 def test_a_dry_run_says_what_is_needed(capsys):
-    asked = TrainConfig(preset="1b", sequence_length=262_144, mesh="sequence=8", dry_run=True)
+    asked = TrainConfig(preset="1b", sequence_length=262_144, mesh="sequence=8", strategy="ring", dry_run=True)
     dry_run.show(asked, mesh_sizes(asked, None))
     text = capsys.readouterr().out
     for part in (
@@ -435,7 +435,9 @@ def test_a_dry_run_says_what_is_needed(capsys):
 
 
 def test_hop_bytes_count_key_heads_in_the_compute_dtype():
-    cost = estimate(TrainConfig(preset="llama3-8b", sequence_length=131_072), {"data": 1, "sequence": 8})
+    cost = estimate(
+        TrainConfig(preset="llama3-8b", sequence_length=131_072, strategy="ring"), {"data": 1, "sequence": 8}
+    )
     assert cost.hop_bytes == 2 * 16_384 * 8 * 128 * 2, "k and v, 8 heads of 128, bfloat16"
     assert cost.wire["keys and values, forward"] == 32 * 7 * cost.hop_bytes
     assert cost.wire["keys and values, backward"] == cost.wire["keys and values, forward"]
@@ -443,7 +445,7 @@ def test_hop_bytes_count_key_heads_in_the_compute_dtype():
 
 
 def test_the_dry_run_keeps_less_for_a_kernel_that_needs_less():
-    config = TrainConfig(preset="1b", sequence_length=65_536)
+    config = TrainConfig(preset="1b", sequence_length=65_536, strategy="ring")
     most, least = (
         estimate(dataclasses.replace(config, kernel=k), {"data": 1, "sequence": 8}) for k in ("auto", "cudnn")
     )

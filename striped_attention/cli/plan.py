@@ -22,10 +22,10 @@ from striped_attention.models.llama import PRESETS
 from striped_attention.options import Path, Texts, Whole, parse_layouts, parse_length
 from striped_attention.planning.cost import gigabytes
 from striped_attention.planning.plan import SAME, Choice, Plan
-from striped_attention.planning.timeline import tile_flops
 from striped_attention.runtime.hardware import HARDWARE
 from striped_attention.runtime.record import metadata
 from striped_attention.strategies.strategy import RING, Strategy, parse_strategy
+from striped_attention.strategies.timeline import tile_flops
 
 _SHADES = " ·░▒▓█"
 LARGEST_PICTURE = 32  # devices and steps, in characters
@@ -133,7 +133,7 @@ def show(found: Plan, config: PlanConfig) -> list[Any]:
     model = setting.model
     most = (
         best.tiles.sum(axis=1, dtype=np.int64).max()
-        * tile_flops(best.setting, best.chosen.tile)
+        * tile_flops(best.workload, best.chosen.tile)
         * (1 + BACKWARD)
         / 1e12
     )
@@ -146,8 +146,8 @@ def show(found: Plan, config: PlanConfig) -> list[Any]:
         _pictures(found, "work of device ↓ at step →", _heat),
         _pictures(found, "computing █ or waiting · over time →, forward", _bars),
         f"With {best.layout!r} the busiest device computes {most:,.2f} TFLOP for a layer's attention, forward and "
-        f"backward. A hop of keys and values is {gigabytes(best.setting.hop_bytes)}, on a wire of "
-        f"{setting.wire / 1e9:g} GB/s.",
+        f"backward. A hop of keys and values is {gigabytes(best.workload.messages.hop)}, on a wire of "
+        f"{best.workload.wire / 1e9:g} GB/s.",
         f"Memory of a device: {gigabytes(sum(best.memory.values()))}. "
         + ", ".join(f"{what} {gigabytes(size)}" for what, size in best.memory.items())
         + ".",

@@ -27,7 +27,6 @@ from striped_attention.planning.work import count_tile_rows
 from striped_attention.runtime.mesh import make_mesh
 from striped_attention.runtime.record import metadata, write
 from striped_attention.runtime.schedule import transfers
-from striped_attention.training.settle import settle
 from striped_attention.training.step import Program
 
 _FINE = 16  # the longest length is found to a part of this of the power of two below it
@@ -64,9 +63,7 @@ def run(config: CompileConfig) -> None:
     record |= {"device": devices[0].device_kind, "devices": len(devices), "mesh": dict(mesh.shape)}
 
     def program(length: int) -> Program:
-        documents, device = config.text == "documents", devices[0]
-        training = settle(config.training(length), dict(mesh.shape), documents, device.platform, device.device_kind)
-        return Program(training, mesh, documents=documents)
+        return Program(config.training(length), mesh, documents=config.text == "documents")
 
     def attempt(length: int) -> Compiled:
         with console.status(f"Compiling {length:,} tokens for {len(devices)} × {devices[0].device_kind} …"):

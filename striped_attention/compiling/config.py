@@ -5,6 +5,7 @@ from typing import Literal
 
 from striped_attention.core.layout import DEFAULT, LayoutName
 from striped_attention.options import Path, Text, Whole, parse_length
+from striped_attention.strategies.strategy import AUTO
 from striped_attention.training.config import TrainConfig
 
 
@@ -35,7 +36,7 @@ class CompileConfig:
     """How tokens are dealt to the devices of the sequence axis."""
     stripe: Whole = None
     """Tokens of a stripe. Default: as in `striped train`."""
-    strategy: str = "ring"
+    strategy: str = AUTO
     """How queries and keys meet, as in `striped train`."""
     kernel: str = "auto"
     """Attention kernel, as in `striped train`."""

@@ -43,19 +43,32 @@ def choose(name: str, request: Request) -> Choice:
     What "auto" chose, and why, is logged at level INFO. Where that is a slow one, on a device that has a faster one for
     other requests, it also warns, once for each reason.
     """
+    found = fastest(name, request)
+    if name == "auto":
+        refusals = _refusals(name, request)
+        others = "".join(f" Not {other!r}: {reason}" for other, reason in refusals.items() if reason is not None)
+        logging.getLogger("striped_attention").info("kernel='auto' takes %r.%s", found.name, others)
+        _warn_if_slow(found, request, refusals)
+    return found
+
+
+def fastest(name: str, request: Request) -> Choice:
+    """What `choose` takes, without a word about it."""
     check_name(name)
-    refusals = {other: refusal(other, request, other == name) for other in KERNELS}
+    refusals = _refusals(name, request)
     able = sorted((_choice(other, request) for other in KERNELS if refusals[other] is None), key=lambda c: c.seconds)
     if not able:
         raise NotImplementedError(f"No kernel runs on a {request.platform}. {' '.join(map(str, refusals.values()))}")
     if name == "auto":
-        others = "".join(f" Not {other!r}: {reason}" for other, reason in refusals.items() if reason is not None)
-        logging.getLogger("striped_attention").info("kernel='auto' takes %r.%s", able[0].name, others)
-        _warn_if_slow(able[0], request, refusals)
         return able[0]
     if refusals[name] is not None:
         raise NotImplementedError(f"Kernel {name!r} cannot do this: {refusals[name]} Use kernel={able[0].name!r}.")
     return _choice(name, request)
+
+
+def _refusals(name: str, request: Request) -> dict[str, str | None]:
+    """Why each kernel cannot do what is asked of the one named; None if it can."""
+    return {other: refusal(other, request, other == name) for other in KERNELS}
 
 
 def refusal(name: str, request: Request, named: bool = True) -> str | None:

@@ -29,7 +29,7 @@ from striped_attention.core.mask import Mask, sliding_window
 from striped_attention.models.rotary import Stretch, rotary, rotate
 from striped_attention.models.stages import AXES, stage
 from striped_attention.strategies.ring import SAVED
-from striped_attention.strategies.strategy import Strategy
+from striped_attention.strategies.strategy import AUTO, Strategy
 
 Weights = dict[str, Any]
 
@@ -160,7 +160,7 @@ class Compute:
     kernel: str = "auto"
     tile: tuple[int, int] | None = None
     deterministic: bool = False
-    strategy: str | Strategy = "ring"
+    strategy: str | Strategy = AUTO
 
     @property
     def padded_length(self) -> int:

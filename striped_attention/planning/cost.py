@@ -14,11 +14,9 @@ import numpy as np
 from striped_attention.core.layout import Layout
 from striped_attention.kernels.choice import KERNELS
 from striped_attention.models.llama import ModelConfig
-from striped_attention.strategies.head_groups import split_heads
+from striped_attention.strategies.messages import FLOAT32, Messages
 from striped_attention.strategies.ring import sends_backward
 from striped_attention.strategies.strategy import Strategy
-
-FLOAT32 = 4
 
 
 @runtime_checkable
@@ -96,7 +94,8 @@ def estimate(config: Job, mesh: dict[str, int]) -> Cost:
     pairs = config.batch * causal_pairs(config.sequence_length)
     attention = attention_flops(model, pairs)
     matrices = matrix_flops(model, config.batch * config.sequence_length)
-    messages = Messages(model, config.make_strategy(sequence), sequence, tokens, width)
+    shape = model.heads, model.kv_heads, model.head_dim
+    messages = Messages(*shape, config.make_strategy(sequence), sequence, tokens, width)
     return Cost(
         parameters=model.parameters,
         devices=devices,
@@ -113,57 +112,6 @@ def estimate(config: Job, mesh: dict[str, int]) -> Cost:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Messages:
-    """What a device sends for the attention of one layer, forward, in bytes: by strategy, on `devices` of an axis."""
-
-    model: ModelConfig
-    strategy: Strategy
-    devices: int
-    tokens: int  # of a device, of all its sequences
-    width: int  # bytes of a number
-
-    @property
-    def keys(self) -> int:
-        """Numbers that a device holds of keys, copies for other heads included; of values as many."""
-        copies = self.strategy.key_copies(self.model.heads, self.model.kv_heads)
-        return self.tokens * self.model.kv_heads * copies * self.model.head_dim
-
-    @property
-    def trade(self) -> int:
-        """Queries, keys, values and results among devices that share out heads."""
-        heads, queries = self.strategy.heads, self.tokens * self.model.heads * self.model.head_dim
-        return 2 * (queries + self.keys) * (heads - 1) // heads * self.width
-
-    @property
-    def gather(self) -> int:
-        """Keys and values among devices that gather them, at all steps of the ring."""
-        return 2 * self.keys * (self.strategy.gather - 1) * (self.hops + 1) * self.width
-
-    @property
-    def hop(self) -> int:
-        """Keys and values to the next group of the ring, once."""
-        return 2 * self.keys * self.width
-
-    @property
-    def hops(self) -> int:
-        return self.devices // self.strategy.group - 1
-
-    @property
-    def groups(self) -> int:
-        """Groups of heads whose keys come one after the other."""
-        heads, copies = self.model.heads, self.strategy.key_copies(self.model.heads, self.model.kv_heads)
-        shared = self.strategy.heads
-        many = split_heads(self.strategy.gather, heads // shared, self.model.kv_heads * copies // shared)
-        return 1 if self.hops else len(many)
-
-    @property
-    def gathered(self) -> int:
-        """Numbers of keys and values that are in memory beside a device's own: those at work and the next ones."""
-        sets = 2 if self.hops else min(2, self.groups) / self.groups
-        return int(2 * self.keys * (self.strategy.gather - 1) * sets)
-
-
 def _attention_share(config: Job, attention: int, matrices: int) -> float:
     """Of the work done, recomputation included: a tile's scores once more backward, 8 FLOPs a weight elsewhere."""
     done = attention * (4.5 if config.remat == "full" else 3.5) / 3
@@ -171,10 +119,10 @@ def _attention_share(config: Job, attention: int, matrices: int) -> float:
 
 
 def _memory(
-    config: Job, model: ModelConfig, tokens: int, width: int, sizes: dict[str, int], shard: int, messages: "Messages"
+    config: Job, model: ModelConfig, tokens: int, width: int, sizes: dict[str, int], shard: int, messages: Messages
 ) -> dict[str, int]:
     layer = {name: size // model.layers for name, size in sizes.items() if name not in _OUTER}
-    queries, keys = tokens * model.heads * model.head_dim, messages.keys
+    queries, keys = messages.queries, messages.keys
     # Without a kernel's name the most there can be: what rounding took from the result, which `cudnn` has no use for.
     full_out = config.kernel not in KERNELS or KERNELS[config.kernel].FULL_OUT
     lost = 1 if width < FLOAT32 and full_out else 0
@@ -186,28 +134,19 @@ def _memory(
         sizes["embedding"],  # the unembedding is as large
     ]
     chunk = min(config.chunk, tokens)
-    # Seen in compiled steps, float32 and all, backward: x and its gradient; of the queries' size q, the result and what
-    # its rounding lost, and in float32 the result, its gradient and dq with their copies for a loop; of the keys' size
-    # k and v that are held, sent and kept, and the sums of dk and dv: at home, travelling, arriving, of this block.
-    travelling = min(messages.hops + 1, 3)
-    traded = (2 * queries + 4 * keys) * width if messages.strategy.heads > 1 else 0  # before and after
     return {
         "weights": shard * FLOAT32,
         "optimiser": 2 * shard * FLOAT32,
         "gradients": shard * FLOAT32,
         "kept for the backward pass": model.layers * (tokens * model.dim * width + kept),
         "gathered weights and their gradient": max(stages) * (width + FLOAT32),
-        "attention and its ring": queries * (3 * width + 6 * FLOAT32)
-        + 2 * tokens * model.dim * width
-        + 2 * keys * (travelling * width + (1 + travelling) * FLOAT32)
-        + traded
-        + messages.gathered * (width + FLOAT32),
+        "attention and its ring": messages.memory + 2 * tokens * model.dim * width,  # and x and its gradient
         "one chunk": chunk * max(3 * model.ffn * (width + FLOAT32), 2 * model.vocabulary * FLOAT32),
     }
 
 
 def _wire(
-    config: Job, sizes: dict[str, int], specs: Any, devices: int, width: int, messages: "Messages"
+    config: Job, sizes: dict[str, int], specs: Any, devices: int, width: int, messages: Messages
 ) -> dict[str, int]:
     """Bytes that a device sends in a step."""
     layers, sends = config.model.layers, sends_backward(messages.hops)

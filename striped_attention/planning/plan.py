@@ -2,9 +2,8 @@
 
     sa.plan(64, 1_048_576, hardware="h100")
 
-counts the tiles of every device and step as the kernels would run them (`work.py`), turns them into seconds with what
-is known of kernels and hardware, lets transfers run beside them, and does so for several layouts. Nothing is
-compiled and no device is needed.
+assesses attention as `strategies/choice.py` does, for several layouts and strategies, and adds all else that a training
+step does. Nothing is compiled and no device is needed.
 """
 
 import dataclasses
@@ -13,101 +12,46 @@ from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Int
 
 from striped_attention.core.annotations import checks_itself
 from striped_attention.core.layout import BASELINE, Layout, check_whole
 from striped_attention.core.layout import candidates as candidate_layouts
 from striped_attention.core.mask import Mask, causal
 from striped_attention.kernels import choice as kernels
-from striped_attention.kernels.contract import Request
 from striped_attention.models.llama import PRESETS, ModelConfig
 from striped_attention.planning.cost import attention_flops, estimate, gigabytes, matrix_flops
-from striped_attention.planning.timeline import Setting, Timeline, passes, tile_flops
-from striped_attention.planning.work import Counts, count_tile_rows, count_tiles
+from striped_attention.planning.setting import Setting
 from striped_attention.runtime.hardware import HARDWARE, Hardware
-from striped_attention.strategies.hops import needed_hops
-from striped_attention.strategies.strategy import RING, Strategy, candidates, request_for, resolve
+from striped_attention.strategies.choice import Assessment, TileCount
+from striped_attention.strategies.choice import assess as assess_attention
+from striped_attention.strategies.strategy import RING, Strategy, candidates, resolve
 
 SAME = 0.02  # a difference that a plan cannot see
 MOST_DEVICES = 8192
-# JAX takes this part of a GPU's memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise.
-USABLE = {"gpu": 0.75, "tpu": 1.0, "cpu": 1.0}
 # Useful FLOPs of everything but attention as a part of the peak, recomputation and all that is not a product taken into
 # account; fitted to benchmarks/results/gpu_step_*.json.
 MATRIX_EFFICIENCY = 0.439
-AFFORDABLE = 2**25  # devices × tokens that are counted block by block where rows of tiles are not enough
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Choice:
-    """A layout, and what a training step with it would be.
-
-    `tiles` are of one head, by device and step, and no more than these if not `exact` (gathered ones: about these); the
-    ring leaves out the steps that are not `needed`. `waiting` is the part of attention's time in which the mean device
-    does not compute; `hidden` says whether no step waits for the wire alone.
-    """
+class Choice(Assessment):
+    """A layout and a strategy, and what a training step with them would be."""
 
     setting: Setting
-    chosen: kernels.Choice
-    tiles: Counts
-    exact: bool
-    needed: np.ndarray
-    forward_seconds: float
-    backward_seconds: float
-    waiting: float
-    hidden: bool
     step_seconds: float
     mfu: float
     memory: dict[str, int]
     attention_bytes: int  # sent by a device for a layer's attention, both passes
 
     @property
-    def layout(self) -> Layout:
-        return self.setting.layout
-
-    @property
-    def strategy(self) -> Strategy:
-        return self.setting.strategy
-
-    @property
-    def kernel(self) -> str:
-        return self.setting.kernel
-
-    @property
     def fits(self) -> bool:
         """Whether a device's memory suffices."""
-        return sum(self.memory.values()) <= _usable(self.setting.hardware)
-
-    @property
-    def attention_seconds(self) -> float:
-        """Of one layer, forward and backward."""
-        return self.forward_seconds + self.backward_seconds
+        return sum(self.memory.values()) <= self.setting.hardware.usable
 
     @property
     def tokens_per_second(self) -> float:
         """Of all devices together."""
         return self.setting.batch * self.setting.sequence_length / self.step_seconds
-
-    @property
-    def flops(self) -> np.ndarray:
-        """What every device computes at every step, of one layer forward, in whole tiles; backward 2.5 times that."""
-        return self.tiles * float(tile_flops(self.setting, self.chosen.tile))
-
-    @property
-    def critical_path(self) -> int:
-        """Tiles of the busiest device, added up over the steps; per head."""
-        return int(self.tiles.max(axis=0).sum(dtype=np.int64))
-
-    @property
-    def imbalance(self) -> float:
-        """The critical path over the mean device's tiles: 1 if all steps are shared equally."""
-        return self.critical_path * len(self.tiles) / max(1, int(self.tiles.sum(dtype=np.int64)))
-
-    def timelines(self) -> tuple[Timeline, Timeline]:
-        """The forward and the backward pass, step by step; worked out anew, for they are large."""
-        forward, backward = passes(self.setting, self.chosen, self.tiles, self.needed)
-        return forward.timeline(), backward.timeline()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -180,7 +124,7 @@ def plan(
     layouts = candidate_layouts(length, devices) if layouts is None else list(dict.fromkeys([BASELINE, *layouts]))
     if not all(isinstance(layout, Layout) for layout in layouts):
         raise ValueError(f"layouts must be a list of layouts, as sa.striped(256) makes them; got {layouts!r}.")
-    pairs, count = _pairs(setting), _Count(mask, length)
+    pairs, count = _pairs(setting), TileCount(mask, length)
     found = [_choice(dataclasses.replace(setting, layout=layout), pairs, count) for layout in layouts]
     base = found[0]
     least = (
@@ -205,7 +149,7 @@ def plan(
 
 def assess(setting: Setting) -> Choice:
     """What a training step would be with one layout and one strategy."""
-    return _choice(setting, _pairs(setting), _Count(setting.mask, setting.sequence_length))
+    return _choice(setting, _pairs(setting), TileCount(setting.mask, setting.sequence_length))
 
 
 def _strategies(setting: Setting, asked: Sequence[str | Strategy] | None) -> list[Strategy]:
@@ -218,23 +162,6 @@ def _strategies(setting: Setting, asked: Sequence[str | Strategy] | None) -> lis
     else:
         found = [resolve(one, devices, heads) for one in asked]
     return [strategy for strategy in dict.fromkeys(found) if strategy != RING]
-
-
-class _Count:
-    """Tiles by layout, devices and tile, each counted once, and whether that is exact."""
-
-    def __init__(self, mask: Mask, length: int) -> None:
-        self.mask, self.length = mask, length
-        self.known: dict[Any, tuple[Counts, bool]] = {}
-
-    def __call__(self, layout: Layout, devices: int, tile: tuple[int, int]) -> tuple[Counts, bool]:
-        key = (layout, devices, tile)
-        if key not in self.known:
-            tiles, exact = count_tile_rows(layout, self.mask, self.length, devices, tile)
-            if not exact and devices * self.length <= AFFORDABLE:
-                tiles, exact = count_tiles(layout, self.mask, self.length, devices, tile), True
-            self.known[key] = tiles, exact
-        return self.known[key]
 
 
 def _named(what: str, known: dict[str, Any], kind: type, given: Any) -> Any:
@@ -259,95 +186,32 @@ def _check(devices: int, length: int, mask: Any, batch: int, kernel: str) -> Non
         raise ValueError(f"A mask has one row of documents, or one for each of the batch of {batch}; got {mask.rows}.")
 
 
-def _choice(setting: Setting, pairs: int, count: _Count) -> Choice:
-    chosen = _kernel(setting)
-    setting = dataclasses.replace(setting, kernel=chosen.name)
-    layout, devices, length, model = setting.layout, setting.devices, setting.sequence_length, setting.model
-    strategy = setting.strategy
-    tiles, exact = count(layout.grouped(strategy.heads), devices // strategy.heads, chosen.tile)
-    if strategy.gather > 1:
-        tiles, exact = _gathered(tiles, strategy.gather), False
-    both = passes(setting, chosen, tiles, needed := _needed(setting))
-    forward, backward = (one.seconds() for one in both)
-    attention = forward + backward
-    mean, most = both[0].tiles.mean(axis=1), both[0].tiles.max(axis=1)
+def _choice(setting: Setting, pairs: int, count: TileCount) -> Choice:
+    try:
+        attention = assess_attention(setting.workload, count)
+    except NotImplementedError as error:
+        raise ValueError(f"With {setting.layout!r}: {error}") from error
+    setting = dataclasses.replace(setting, kernel=attention.kernel)
+    devices, model = setting.devices, setting.model
     cost = estimate(setting, {"data": 1, "sequence": devices})
-    products = matrix_flops(model, setting.batch * length)
+    products = matrix_flops(model, setting.batch * setting.sequence_length)
     weights = sum(size for what, size in cost.wire.items() if what.startswith("weights"))
-    outside = max(products / devices / (MATRIX_EFFICIENCY * setting.hardware.peak), weights / setting.wire)
-    seconds = model.layers * attention + outside
+    wire = attention.workload.wire
+    outside = max(products / devices / (MATRIX_EFFICIENCY * setting.hardware.peak), weights / wire)
+    seconds = model.layers * attention.attention_seconds + outside
     return Choice(
+        **vars(attention),
         setting=setting,
-        chosen=chosen,
-        tiles=tiles,
-        exact=exact,
-        needed=needed,
-        forward_seconds=forward,
-        backward_seconds=backward,
         step_seconds=seconds,
         memory=cost.memory,
         attention_bytes=sum(size for what, size in cost.wire.items() if not what.startswith("weights")) // model.layers,
-        waiting=max(0.0, 1 - sum(one.mean_work(mean) for one in both) / attention),
-        hidden=all(one.is_hidden(most) for one in both),
         mfu=(products + attention_flops(model, pairs)) / devices / seconds / setting.hardware.peak,
     )
 
 
-def _needed(setting: Setting) -> np.ndarray:
-    """Which steps the ring makes."""
-    mask, length, group = setting.mask, setting.sequence_length, setting.strategy.group
-    layout, devices = setting.layout.grouped(group), setting.devices // group
-    made = np.zeros(devices, bool)
-    padded = layout.padded_length(length, devices)
-    made[list(needed_hops(layout, mask.window, mask.prefix, length, padded, devices))] = True
-    return made
-
-
-def _gathered(tiles: Counts, gather: int) -> Int[np.ndarray, "devices groups"]:
-    """Tiles by group of keys, that many devices in each, from tiles by device of keys: about so many.
-
-    The keys that a row of tiles sees are as many, but lie together: their ends are rounded to tiles once, not on each.
-    """
-    devices = len(tiles)
-    device, step = np.indices(tiles.shape)
-    groups = devices // gather
-    back = (device // gather - (device - step) % devices // gather) % groups
-    found = np.zeros((devices, groups), tiles.dtype)
-    np.add.at(found, (device, back), tiles)
-    return found
-
-
 def _refusal(setting: Setting) -> str | None:
     """Why the kernel that was asked for cannot do it; None if it can, or any will do."""
-    return None if setting.kernel == "auto" else kernels.refusal(setting.kernel, _request(setting))
-
-
-def _kernel(setting: Setting) -> kernels.Choice:
-    """The kernel for a layout: the one that was asked for, or the fastest that can."""
-    try:
-        return kernels.choose(setting.kernel, _request(setting))
-    except NotImplementedError as error:
-        raise ValueError(f"With {setting.layout!r}: {error}") from error
-
-
-def _request(setting: Setting) -> Request:
-    model, hardware = setting.model, setting.hardware
-    query, key = (
-        jax.ShapeDtypeStruct((setting.batch, setting.slots, heads, model.head_dim), setting.dtype)
-        for heads in (model.heads, model.kv_heads)
-    )
-    return request_for(
-        setting.strategy,
-        query,
-        key,
-        mask=setting.mask,
-        layout=setting.layout,
-        devices=setting.devices,
-        length=setting.sequence_length,
-        platform=hardware.platform,
-        device_kind=next(iter(hardware.kinds), ""),
-        here=False,
-    )
+    return None if setting.kernel == "auto" else kernels.refusal(setting.kernel, setting.workload.request)
 
 
 def _pairs(setting: Setting) -> int:
@@ -385,13 +249,9 @@ def _reason(choices: tuple[Choice, ...], base: Choice, bound: float) -> str:
     )
 
 
-def _usable(hardware: Hardware) -> float:
-    return hardware.memory * USABLE.get(hardware.platform, min(USABLE.values()))
-
-
 def _shortfall(best: Choice) -> str | None:
     """A sentence if the best layout does not fit into memory, with a number of devices on which it would; else None."""
-    setting, usable = best.setting, _usable(best.setting.hardware)
+    setting, usable = best.setting, best.setting.hardware.usable
     need = sum(best.memory.values())
     if need <= usable:
         return None

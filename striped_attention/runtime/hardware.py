@@ -25,6 +25,11 @@ class Hardware:
     far_wire: float  # bytes/s, one way, a device's share
     source: str
 
+    @property
+    def usable(self) -> float:
+        """Bytes that JAX takes of the memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+        return self.memory * (1.0 if self.platform in ("tpu", "cpu") else 0.75)
+
 
 _NDR = "InfiniBand NDR: a port of 400 Gb/s for each GPU (DGX H100, H200 and B200 user guides)"
 _ICI = "wire: one ICI link, one way; far: data-centre network, a chip's share"

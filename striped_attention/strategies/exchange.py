@@ -4,13 +4,16 @@
 belongs to keys; `send` passes it on along the ring. Arrays are [batch, slots, heads, ...] and stay sorted by position.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_batching import custom_vmap
 from jaxtyping import Array
 
+from striped_attention.core.layout import AxisName
 from striped_attention.core.mask import Mask
 from striped_attention.strategies.problem import Problem
 
@@ -20,10 +23,7 @@ def to_heads(problem: Problem, q: Array, k: Array, v: Array, mask: Mask, bias: A
     copies = problem.strategy.key_copies(q.shape[2], k.shape[2])
     k, v = (x if copies == 1 else jnp.repeat(x, copies, axis=2) for x in (k, v))
     name, groups = problem.axis_name, _neighbours(problem)
-    q, k, v = (
-        _join(problem, lax.all_to_all(x, name, split_axis=2, concat_axis=1, tiled=True, axis_index_groups=groups))
-        for x in (q, k, v)
-    )
+    q, k, v = (_join(problem, _all_to_all(x, name, groups, 2, 1)) for x in (q, k, v))
     together = lambda x: lax.all_gather(x, name, axis=1, tiled=True, axis_index_groups=groups)  # noqa: E731
     mask = jax.tree.map(lambda x: _join(problem, together(x)), mask)
     member = lax.rem(lax.axis_index(problem.axis_name), problem.strategy.heads)
@@ -34,20 +34,41 @@ def to_heads(problem: Problem, q: Array, k: Array, v: Array, mask: Mask, bias: A
 def from_heads(problem: Problem, out: Array) -> Array:
     """All heads, for this device's own tokens."""
     out = problem.layout.split(out, problem.strategy.heads, problem.padded_length, problem.devices)
-    name, groups = problem.axis_name, _neighbours(problem)
-    return lax.all_to_all(out, name, split_axis=1, concat_axis=2, tiled=True, axis_index_groups=groups)
+    return _all_to_all(out, problem.axis_name, _neighbours(problem), 1, 2)
 
 
 def _join(problem: Problem, x: Array) -> Array:
     return problem.layout.join(x, problem.strategy.heads, problem.padded_length, problem.devices)
 
 
-def _neighbours(problem: Problem) -> list[list[int]] | None:
-    """Groups of devices that share out heads; None for all, which `jax.vmap` of an all-to-all needs."""
+def _neighbours(problem: Problem) -> tuple[tuple[int, ...], ...]:
+    """Groups of devices that share out heads."""
     heads = problem.strategy.heads
-    if heads == problem.devices:
-        return None
-    return [list(range(first, first + heads)) for first in range(0, problem.devices, heads)]
+    return tuple(tuple(range(first, first + heads)) for first in range(0, problem.devices, heads))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _all_to_all(x: Array, name: AxisName, groups: Any, split: int, concat: int) -> Array:
+    """`lax.all_to_all` among groups of devices. JAX has no `vmap` of it: what is mapped joins the batch here."""
+
+    @custom_vmap
+    def exchange(x: Array) -> Array:
+        return lax.all_to_all(x, name, split_axis=split, concat_axis=concat, tiled=True, axis_index_groups=groups)
+
+    @exchange.def_vmap
+    def exchange_all(size: int, _: Any, x: Array) -> tuple[Array, bool]:
+        out = exchange(x.reshape(-1, *x.shape[2:]))
+        return out.reshape(size, -1, *out.shape[1:]), True
+
+    return exchange(x)
+
+
+def _back_again(name: AxisName, groups: Any, split: int, concat: int, _: None, dout: Array) -> tuple[Array]:
+    return (_all_to_all.fun(dout, name, groups, concat, split),)
+
+
+# `custom_vmap` has no transpose. The functions themselves are called here, so that second derivatives go through.
+_all_to_all.defvjp(lambda *args: (_all_to_all.fun(*args), None), _back_again)
 
 
 def gather(problem: Problem, x: Any) -> Any:

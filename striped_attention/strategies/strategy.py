@@ -15,14 +15,12 @@ import math
 import re
 from typing import Any
 
-import jax
-
 from striped_attention.core.annotations import checks_itself
-from striped_attention.core.layout import Layout, check_whole
-from striped_attention.kernels.contract import Request, make_request
+from striped_attention.core.layout import check_whole
+from striped_attention.kernels.contract import Request
 
 NAMES = ("ring", "gather", "heads")
-AUTO = "auto"  # of commands that can ask the planner
+AUTO = "auto"  # what the cost model takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +79,12 @@ def parse_strategy(text: str) -> str | Strategy:
     return strategy(**found)
 
 
+def check_strategy(asked: Any, devices: int) -> None:
+    """Raise unless it is "auto", or a strategy that so many devices can follow."""
+    if not (isinstance(asked, str) and asked == AUTO):
+        resolve(asked, devices)
+
+
 def resolve(asked: Any, devices: int, heads: int | None = None) -> Strategy:
     """The strategy that is asked for, by name or sizes; raises if so many devices, or query heads, cannot follow it."""
     if isinstance(asked, str) and asked in NAMES:
@@ -89,7 +93,8 @@ def resolve(asked: Any, devices: int, heads: int | None = None) -> Strategy:
         found = asked
     else:
         raise ValueError(
-            f"strategy must be one of {', '.join(map(repr, NAMES))}, or sa.strategy(heads=…, gather=…); got {asked!r}."
+            f"strategy must be one of {', '.join(map(repr, (AUTO, *NAMES)))}, or sa.strategy(heads=…, gather=…); got "
+            f"{asked!r}."
         )
     if devices % found.group:
         raise ValueError(
@@ -111,21 +116,16 @@ def candidates(devices: int, heads: int, group: int) -> list[Strategy]:
     return list(dict.fromkeys([RING, *sizes, Strategy(gather=devices), Strategy(gather=near)]))
 
 
-def request_for(strategy: Strategy, query: Any, key: Any, *, layout: Layout, devices: int, **rest: Any) -> Request:
-    """What is asked of a kernel after the exchanges of a strategy; `make_request` without them."""
-    return make_request(
-        *_exchanged(strategy, query, key),
-        layout=layout.grouped(strategy.heads),
-        devices=devices // strategy.heads,
+def exchanged(strategy: Strategy, plain: Request) -> Request:
+    """What is asked of a kernel after the exchanges of a strategy, from what a ring would ask."""
+    kv_heads = plain.kv_heads * strategy.key_copies(plain.heads, plain.kv_heads)
+    return dataclasses.replace(
+        plain,
+        queries=plain.queries * strategy.heads,
+        keys=plain.keys * strategy.group,
+        heads=plain.heads // strategy.heads,
+        kv_heads=kv_heads // strategy.heads,
+        layout=plain.layout.grouped(strategy.heads),
+        devices=plain.devices // strategy.heads,
         gathered=strategy.gather > 1,
-        **rest,
     )
-
-
-def _exchanged(strategy: Strategy, query: Any, key: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Shapes of a device's queries and keys as a kernel gets them, after tokens were traded for heads and gathered."""
-    batch, slots, heads, dim = query.shape
-    kv_heads = key.shape[2] * strategy.key_copies(heads, key.shape[2])
-    queries = (batch, slots * strategy.heads, heads // strategy.heads, dim)
-    keys = (batch, slots * strategy.group, kv_heads // strategy.heads, dim)
-    return jax.ShapeDtypeStruct(queries, query.dtype), jax.ShapeDtypeStruct(keys, key.dtype)

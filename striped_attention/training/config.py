@@ -11,10 +11,10 @@ import striped_attention as sa
 from striped_attention.core.layout import BASELINE, DEFAULT, Layout, LayoutName, has_stripes, named_layout
 from striped_attention.errors import UsageError
 from striped_attention.kernels.choice import choose_stripes
-from striped_attention.kernels.contract import Request
+from striped_attention.kernels.contract import Request, make_request
 from striped_attention.models.llama import PRESETS, ModelConfig
 from striped_attention.options import Path, Text, Whole, check_at_least, check_shared
-from striped_attention.strategies.strategy import AUTO, Strategy, parse_strategy, request_for, resolve
+from striped_attention.strategies.strategy import AUTO, Strategy, exchanged, parse_strategy, resolve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +39,10 @@ class TrainConfig:
     stripe: Whole = None
     """Tokens of a stripe. Default: about a tile, 256 on CPUs, 1024 elsewhere; a smaller power of two where a device has
     few tokens; 1 for the kernel cudnn."""
-    strategy: str = "ring"
+    strategy: str = AUTO
     """How queries and keys of different devices meet: ring (keys travel), heads (each device takes the whole sequence
     for its share of the heads), gather (each device gathers all keys), or groups of neighbours and a ring of groups,
-    like heads=2 or heads=2,gather=4. auto: what is planned to be the fastest; only the ring was measured."""
+    like heads=2 or heads=2,gather=4. auto: what is planned to be the fastest of those that fit in memory."""
     steps: int = 100
     """Steps of the whole run, those before a resume included."""
     seed: int = 0
@@ -179,8 +179,7 @@ class TrainConfig:
         mask = sa.causal() if self.model.window is None else sa.sliding_window(self.model.window)
         if documents:
             mask = mask & sa.documents(np.zeros((1, self.sequence_length), np.int32))
-        return request_for(
-            self.make_strategy(devices),
+        plain = make_request(
             query,
             key,
             mask=mask,
@@ -193,6 +192,7 @@ class TrainConfig:
             device_kind=kind,
             here=here,
         )
+        return exchanged(self.make_strategy(devices), plain)
 
     def record(self) -> dict[str, Any]:
         """All options as JSON can keep them."""

@@ -7,7 +7,7 @@ import striped_attention as sa
 from striped_attention.core.mask import packed
 from striped_attention.errors import UsageError
 from striped_attention.planning.plan import Choice, assess
-from striped_attention.planning.timeline import Setting
+from striped_attention.planning.setting import Setting
 from striped_attention.runtime.hardware import hardware_of
 from striped_attention.strategies.strategy import AUTO, candidates
 from striped_attention.training.config import TrainConfig

@@ -22,6 +22,7 @@ from striped_attention.models.stages import AXES
 from striped_attention.runtime.compiler import compiler_options
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.data import Batch
+from striped_attention.training.settle import settle
 
 REPLICATED = PartitionSpec()
 
@@ -67,13 +68,18 @@ def make_optimiser(config: TrainConfig) -> optax.GradientTransformation:
 class Program:
     """A model, its optimiser and a mesh, ready to train; `documents` says whether the text has any.
 
-    `attend` replaces the ring, in tests.
+    `attend` replaces attention, in tests. The configuration's strategy "auto" is settled for the devices of the mesh.
     """
 
     config: TrainConfig
     mesh: Mesh
     attend: Any = None
     documents: bool = True
+
+    def __post_init__(self) -> None:
+        device, sizes = self.mesh.devices.flat[0], dict(self.mesh.shape)
+        settled = settle(self.config, sizes, self.documents, device.platform, device.device_kind)
+        object.__setattr__(self, "config", settled)
 
     @property
     def model(self) -> ModelConfig:

@@ -71,7 +71,7 @@ class Case(NamedTuple):
     def program(self, layout: str, rank: int, attend: Any = None) -> Program:
         """The training step with the first device as the member `rank`."""
         options: dict[str, Any] = dict(preset=self.preset, sequence_length=self.length, layout=layout)
-        config = TrainConfig(**options, chunk=self.chunk, kernel=self.kernel)
+        config = TrainConfig(**options, chunk=self.chunk, kernel=self.kernel, strategy="ring")
         mesh = Mesh(np.roll(np.array(self.devices), rank).reshape(1, self.members), AXES.everything)
         return Program(config, mesh, attend, documents=False)
 
@@ -192,7 +192,7 @@ def summary(rows: list[Row]) -> Iterator[Row]:
 def check(presets: list[str], members: list[int], lengths: list[int]) -> Iterator[Row]:
     """The kernel can do all that will be asked, and gives right answers on one GPU."""
     for preset, count, length in itertools.product(presets, members, lengths):
-        config = TrainConfig(preset=preset, sequence_length=length, layout="contiguous")  # type: ignore[arg-type]
+        config = TrainConfig(preset=preset, sequence_length=length, layout="contiguous", strategy="ring")  # type: ignore[arg-type]
         layout = config.make_layout(count, False, jax.default_backend())
         try:
             choose("cudnn", config.request(layout, count, False, jax.default_backend()))

@@ -11,72 +11,16 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
-from striped_attention.core.layout import BASELINE, Layout
-from striped_attention.core.mask import Mask
 from striped_attention.kernels.choice import Choice
 from striped_attention.kernels.rates import BACKWARD, Rate
-from striped_attention.models.llama import ModelConfig
-from striped_attention.planning.cost import FLOAT32, Messages
-from striped_attention.planning.work import Counts
-from striped_attention.runtime.hardware import Hardware
+from striped_attention.strategies.messages import FLOAT32
 from striped_attention.strategies.ring import sends_backward
-from striped_attention.strategies.strategy import RING, Strategy
+from striped_attention.strategies.work import Counts
+from striped_attention.strategies.workload import Workload
 
 LATENCY = 20e-6  # seconds of an exchange besides its bytes; assumed
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """What a plan was asked for, and a layout for it. Also all that `cost.estimate` wants to know."""
-
-    devices: int
-    sequence_length: int
-    mask: Mask
-    hardware: Hardware
-    model: ModelConfig
-    batch: int = 1
-    kernel: str = "auto"
-    layout: Layout = BASELINE
-    remat: str = "attention"
-    chunk: int = 8192
-    strategy: Strategy = RING
-
-    @property
-    def dtype(self) -> str:
-        return "float32" if self.hardware.platform == "cpu" else "bfloat16"
-
-    def make_layout(self, devices: int) -> Layout:
-        return self.layout
-
-    def make_strategy(self, devices: int) -> Strategy:
-        return self.strategy
-
-    @property
-    def slots(self) -> int:
-        """Tokens of a device, padding included."""
-        return self.layout.padded_length(self.sequence_length, self.devices) // self.devices
-
-    @property
-    def messages(self) -> Messages:
-        tokens, width = self.batch * self.slots, jnp.dtype(self.dtype).itemsize
-        return Messages(self.model, self.strategy, self.devices, tokens, width)
-
-    @property
-    def hop_bytes(self) -> int:
-        """What a device sends of keys and values at once."""
-        return self.messages.hop
-
-    @property
-    def wire(self) -> float:
-        """Bytes per second of the slowest hop."""
-        return self.wire_of(self.devices)
-
-    def wire_of(self, neighbours: int) -> float:
-        """Bytes per second among so many neighbours."""
-        return self.hardware.wire if neighbours <= self.hardware.group else self.hardware.far_wire
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -142,36 +86,34 @@ class Pass:
         return Timeline(np.stack(begins, axis=1), work, self.sent / self.wire, self.sent, seconds)
 
 
-def tile_flops(setting: Setting, tile: tuple[int, int]) -> int:
+def tile_flops(workload: Workload, tile: tuple[int, int]) -> int:
     """FLOPs of a tile, forward: of all heads and of all sequences that have no documents of their own."""
-    model, slots = setting.model, setting.slots * setting.strategy.heads
-    area = min(tile[0], slots) * min(tile[1], slots)
-    heads = model.heads // setting.strategy.heads
-    return 4 * area * heads * model.head_dim * (setting.batch // setting.mask.rows)
+    request = workload.request
+    area = min(tile[0], request.queries) * min(tile[1], request.queries)
+    return 4 * area * request.heads * request.dim * (request.batch // workload.mask.rows)
 
 
-def passes(setting: Setting, chosen: Choice, tiles: Counts, needed: np.ndarray) -> tuple[Pass, Pass]:
+def passes(workload: Workload, chosen: Choice, tiles: Counts, needed: np.ndarray) -> tuple[Pass, Pass]:
     """The two passes of a layer's attention, with the kernel that was chosen, over the steps that are needed."""
-    model, hardware, rates = setting.model, setting.hardware, chosen.rates
+    hardware, rates, messages, strategy = workload.hardware, chosen.rates, workload.messages, workload.strategy
     blocks = np.ascontiguousarray(tiles.T if needed.all() else tiles.T[needed])
-    wide = rates.widening(model.head_dim)
-    elements = setting.batch * setting.slots * model.heads * model.head_dim
+    wide = rates.widening(messages.dim)
     hops = len(blocks) - 1
 
     def make(rate: Rate, factor: float, order: list[int], part: list[float], sent: list[float], exposed: float) -> Pass:
-        per_tile = factor * wide * tile_flops(setting, chosen.tile) / (rate.efficiency * hardware.peak)
-        per_step = rate.query_bytes * elements / hardware.bandwidth + rate.seconds
-        where = np.array(order), np.array(part), per_tile, per_step, np.array(sent), setting.wire
+        per_tile = factor * wide * tile_flops(workload, chosen.tile) / (rate.efficiency * hardware.peak)
+        per_step = rate.query_bytes * messages.queries / hardware.bandwidth + rate.seconds
+        where = np.array(order), np.array(part), per_tile, per_step, np.array(sent), workload.wire
         return Pass(blocks, *where, exposed)
 
-    messages, strategy, again = setting.messages, setting.strategy, 1 if setting.remat == "none" else 2
+    again = 2 if workload.again else 1
     more = FLOAT32 / messages.width  # gradients of keys and values are float32
-    trade = messages.trade / setting.wire_of(strategy.heads) + (LATENCY if strategy.heads > 1 else 0.0)
+    trade = messages.trade / workload.wire_of(strategy.heads) + (LATENCY if strategy.heads > 1 else 0.0)
     # Gathered keys in bytes that take the ring's wire as long, for each of its steps, and what cannot be hidden: those
     # of the first group of heads, and backward the sums of the last.
-    near = setting.wire_of(strategy.group)
-    gathered = messages.gather / (messages.hops + 1) * (1.0 if near == setting.wire else setting.wire / near)
-    first = gathered / messages.groups / setting.wire + (LATENCY if strategy.gather > 1 else 0.0)
+    near = workload.wire_of(strategy.group)
+    gathered = messages.gather / (messages.hops + 1) * (1.0 if near == workload.wire else workload.wire / near)
+    first = gathered / messages.groups / workload.wire + (LATENCY if strategy.gather > 1 else 0.0)
     hidden = gathered * (1 - 1 / messages.groups)
     kv = float(messages.hop)
     order = list(range(hops + 1))
@@ -180,7 +122,7 @@ def passes(setting: Setting, chosen: Choice, tiles: Counts, needed: np.ndarray) 
         sent = [hidden * (1 + more)]
         return forward, make(rates.backward, BACKWARD, order, [1.0], sent, again * trade + first * (1 + more))
     # What hops is gathered next: of the two the longer one is hidden, and the other way round sums.
-    most, least = max(kv, gathered), min(kv, gathered) * hops / setting.wire
+    most, least = max(kv, gathered), min(kv, gathered) * hops / workload.wire
     forward = make(rates.forward, 1.0, order, [1.0] * len(order), [most] * hops + [0.0], trade + first + least)
     halves = [0.5, *[1.0] * hops, 0.5]
     sent = [most * (step < sends_backward(hops)) + most * more * (step > 1) for step in range(hops + 2)]

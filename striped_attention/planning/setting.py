@@ -1,0 +1,61 @@
+"""Setting: what a plan was asked for, and a layout and a strategy for it."""
+
+import dataclasses
+
+import jax
+
+from striped_attention.core.layout import BASELINE, Layout
+from striped_attention.core.mask import Mask
+from striped_attention.kernels.contract import make_request
+from striped_attention.models.llama import ModelConfig
+from striped_attention.runtime.hardware import Hardware
+from striped_attention.strategies.strategy import RING, Strategy
+from striped_attention.strategies.workload import Workload
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a plan was asked for, and a layout for it. Also all that `cost.estimate` wants to know."""
+
+    devices: int
+    sequence_length: int
+    mask: Mask
+    hardware: Hardware
+    model: ModelConfig
+    batch: int = 1
+    kernel: str = "auto"
+    layout: Layout = BASELINE
+    remat: str = "attention"
+    chunk: int = 8192
+    strategy: Strategy = RING
+
+    @property
+    def dtype(self) -> str:
+        return "float32" if self.hardware.platform == "cpu" else "bfloat16"
+
+    def make_layout(self, devices: int) -> Layout:
+        return self.layout
+
+    def make_strategy(self, devices: int) -> Strategy:
+        return self.strategy
+
+    @property
+    def workload(self) -> Workload:
+        """The attention of a layer."""
+        hardware, slots = self.hardware, self.layout.padded_length(self.sequence_length, self.devices) // self.devices
+        query, key = (
+            jax.ShapeDtypeStruct((self.batch, slots, heads, self.model.head_dim), self.dtype)
+            for heads in (self.model.heads, self.model.kv_heads)
+        )
+        plain = make_request(
+            query,
+            key,
+            mask=self.mask,
+            layout=self.layout,
+            devices=self.devices,
+            length=self.sequence_length,
+            platform=hardware.platform,
+            device_kind=next(iter(hardware.kinds), ""),
+            here=False,
+        )
+        return Workload(plain, self.mask, hardware, self.strategy, self.kernel, again=self.remat != "none")

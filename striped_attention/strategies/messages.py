@@ -1,0 +1,82 @@
+"""Messages: what a strategy sends and holds for the attention of one layer, from shapes alone."""
+
+import dataclasses
+
+from striped_attention.strategies.head_groups import split_heads
+from striped_attention.strategies.strategy import Strategy
+
+FLOAT32 = 4  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Messages:
+    """What a device sends for the attention of one layer, forward, in bytes: by strategy, on `devices` of an axis."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    strategy: Strategy
+    devices: int
+    tokens: int  # per device, of all its sequences
+    width: int  # bytes per number
+
+    @property
+    def queries(self) -> int:
+        """Numbers that a device holds of queries; of the result as many."""
+        return self.tokens * self.heads * self.dim
+
+    @property
+    def keys(self) -> int:
+        """Numbers that a device holds of keys, copies for other heads included; of values as many."""
+        copies = self.strategy.key_copies(self.heads, self.kv_heads)
+        return self.tokens * self.kv_heads * copies * self.dim
+
+    @property
+    def trade(self) -> int:
+        """Queries, keys, values and results among devices that share out heads."""
+        heads = self.strategy.heads
+        return 2 * (self.queries + self.keys) * (heads - 1) // heads * self.width
+
+    @property
+    def gather(self) -> int:
+        """Keys and values among devices that gather them, at all steps of the ring."""
+        return 2 * self.keys * (self.strategy.gather - 1) * (self.hops + 1) * self.width
+
+    @property
+    def hop(self) -> int:
+        """Keys and values to the next group of the ring, once."""
+        return 2 * self.keys * self.width
+
+    @property
+    def hops(self) -> int:
+        return self.devices // self.strategy.group - 1
+
+    @property
+    def groups(self) -> int:
+        """Groups of heads whose keys come one after the other."""
+        copies, shared = self.strategy.key_copies(self.heads, self.kv_heads), self.strategy.heads
+        many = split_heads(self.strategy.gather, self.heads // shared, self.kv_heads * copies // shared)
+        return 1 if self.hops else len(many)
+
+    @property
+    def gathered(self) -> int:
+        """Numbers of keys and values that are in memory beside a device's own: those at work and the next ones."""
+        sets = 2 if self.hops else min(2, self.groups) / self.groups
+        return int(2 * self.keys * (self.strategy.gather - 1) * sets)
+
+    @property
+    def memory(self) -> int:
+        """Bytes at the peak of the backward pass.
+
+        Seen in compiled steps: of the queries' size q, the result and what its rounding lost, and in float32 the
+        result, its gradient and dq with their copies for a loop; of the keys' size k and v that are held, sent and
+        kept, and the sums of dk and dv: at home, travelling, arriving, of this block.
+        """
+        travelling = min(self.hops + 1, 3)
+        traded = (2 * self.queries + 4 * self.keys) * self.width if self.strategy.heads > 1 else 0  # before and after
+        return (
+            self.queries * (3 * self.width + 6 * FLOAT32)
+            + 2 * self.keys * (travelling * self.width + (1 + travelling) * FLOAT32)
+            + traded
+            + self.gathered * (self.width + FLOAT32)
+        )
