@@ -194,17 +194,18 @@ def _by_strategy(found: Plan) -> list[Any]:
     if len(found.strategies) == 1:
         return []
     shown = rich.table.Table(
-        *("strategy", "layout", "attention", "step", "MFU", "sent", "memory"),
+        *("strategy", "layout", "attention", "step", "MFU", "sent", "between nodes", "memory"),
         box=rich.box.SIMPLE_HEAD,
         pad_edge=False,
-        caption="sent: by a device for a layer's attention, both passes",
+        caption="sent: by a device for a layer's attention, both passes; between nodes: of it, at most",
         caption_justify="left",
     )
     for choice in found.strategies:
         memory = gigabytes(sum(choice.memory.values())) + ("" if found.fits(choice) else ", too much")
         shown.add_row(
             *(str(choice.strategy), repr(choice.layout), seconds(choice.attention_seconds)),
-            *(seconds(choice.step_seconds), f"{choice.mfu:.1%}", gigabytes(choice.attention_bytes), memory),
+            *(seconds(choice.step_seconds), f"{choice.mfu:.1%}", gigabytes(choice.attention_bytes)),
+            *(gigabytes(choice.slow_bytes), memory),
         )
     best = found.fastest
     more = found.best.step_seconds / best.step_seconds

@@ -14,8 +14,8 @@ import numpy as np
 from striped_attention.core.layout import Layout
 from striped_attention.kernels.choice import KERNELS
 from striped_attention.models.llama import ModelConfig
+from striped_attention.strategies.hops import needed_hops
 from striped_attention.strategies.messages import FLOAT32, Messages
-from striped_attention.strategies.ring import sends_backward
 from striped_attention.strategies.strategy import Strategy
 
 
@@ -95,7 +95,10 @@ def estimate(config: Job, mesh: dict[str, int]) -> Cost:
     attention = attention_flops(model, pairs)
     matrices = matrix_flops(model, config.batch * config.sequence_length)
     shape = model.heads, model.kv_heads, model.head_dim
-    messages = Messages(*shape, config.make_strategy(sequence), sequence, tokens, width)
+    strategy = config.make_strategy(sequence)
+    groups = sequence // strategy.group
+    hops = needed_hops(layout.grouped(strategy.group), model.window, 0, config.sequence_length, padded, groups)
+    messages = Messages(*shape, strategy, sequence, tokens, width, len(hops))
     return Cost(
         parameters=model.parameters,
         devices=devices,
@@ -149,18 +152,16 @@ def _wire(
     config: Job, sizes: dict[str, int], specs: Any, devices: int, width: int, messages: Messages
 ) -> dict[str, int]:
     """Bytes that a device sends in a step."""
-    layers, sends = config.model.layers, sends_backward(messages.hops)
+    layers = config.model.layers
     gathered = sum(size for name, size in sizes.items() if _is_split(specs, name)) * (devices - 1) // devices
-    forward = messages.hops * messages.hop + messages.gather
-    backward = sends * messages.hop + (sends + 1) * messages.gather // (messages.hops + 1)
     # Forward, backward for the gradients, and once more where the forward pass is made again.
     times = 2 if config.remat == "none" else 3
     traded = {"tokens for heads": times * layers * messages.trade} if messages.trade else {}
     return {
         **traded,
-        "keys and values, forward": layers * forward,
-        "keys and values, backward": layers * backward,
-        "their gradients": layers * forward // width * FLOAT32,
+        "keys and values, forward": layers * messages.forward,
+        "keys and values, backward": layers * messages.forward,
+        "their gradients": layers * messages.forward // width * FLOAT32,
         "weights, gathered twice": 2 * gathered * width,
         "weights' gradients": gathered * FLOAT32,
     }

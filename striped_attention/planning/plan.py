@@ -24,7 +24,9 @@ from striped_attention.planning.setting import Setting
 from striped_attention.runtime.hardware import HARDWARE, Hardware
 from striped_attention.strategies.choice import Assessment, TileCount
 from striped_attention.strategies.choice import assess as assess_attention
+from striped_attention.strategies.messages import FLOAT32
 from striped_attention.strategies.strategy import RING, Strategy, candidates, resolve
+from striped_attention.strategies.workload import Workload
 
 SAME = 0.02  # a difference that a plan cannot see
 MOST_DEVICES = 8192
@@ -42,6 +44,7 @@ class Choice(Assessment):
     mfu: float
     memory: dict[str, int]
     attention_bytes: int  # sent by a device for a layer's attention, both passes
+    slow_bytes: int  # of them between nodes or pods, at most
 
     @property
     def fits(self) -> bool:
@@ -140,7 +143,8 @@ def plan(
         if strategies is not None and not able:
             raise ValueError(f"With strategy {strategy}: kernel {kernel!r} cannot do this: {_refusal(tried[0])}")
         ready = [_choice(one, pairs, count) for one in able]
-        by_strategy += sorted(ready, key=lambda choice: choice.step_seconds)[:1]
+        best = sorted(ready, key=lambda choice: choice.step_seconds)[:1]
+        by_strategy += [choice for choice in best if all(choice.strategy != other.strategy for other in by_strategy)]
     by_strategy.sort(key=lambda choice: choice.step_seconds)
     shortfall = None if any(choice.fits for choice in by_strategy) else _shortfall(choices[0])
     reason = _reason(choices, base, bound)
@@ -191,12 +195,13 @@ def _choice(setting: Setting, pairs: int, count: TileCount) -> Choice:
         attention = assess_attention(setting.workload, count)
     except NotImplementedError as error:
         raise ValueError(f"With {setting.layout!r}: {error}") from error
-    setting = dataclasses.replace(setting, kernel=attention.kernel)
+    setting = dataclasses.replace(setting, kernel=attention.kernel, strategy=attention.strategy)
     devices, model = setting.devices, setting.model
     cost = estimate(setting, {"data": 1, "sequence": devices})
     products = matrix_flops(model, setting.batch * setting.sequence_length)
     weights = sum(size for what, size in cost.wire.items() if what.startswith("weights"))
-    wire = attention.workload.wire
+    workload = attention.workload
+    messages, wire = workload.messages, workload.wire_of(devices)
     outside = max(products / devices / (MATRIX_EFFICIENCY * setting.hardware.peak), weights / wire)
     seconds = model.layers * attention.attention_seconds + outside
     return Choice(
@@ -204,9 +209,16 @@ def _choice(setting: Setting, pairs: int, count: TileCount) -> Choice:
         setting=setting,
         step_seconds=seconds,
         memory=cost.memory,
-        attention_bytes=sum(size for what, size in cost.wire.items() if not what.startswith("weights")) // model.layers,
+        attention_bytes=_both_passes(workload, messages.forward, messages.trade),
+        slow_bytes=_both_passes(workload, *messages.slow(setting.hardware.group)),
         mfu=(products + attention_flops(model, pairs)) / devices / seconds / setting.hardware.peak,
     )
+
+
+def _both_passes(workload: Workload, keys: int, traded: int) -> int:
+    """Bytes of both passes from those of the forward pass: gradients of keys are float32, trades are made again."""
+    gradients = keys // workload.messages.width * FLOAT32
+    return 2 * keys + gradients + (3 if workload.again else 2) * traded
 
 
 def _refusal(setting: Setting) -> str | None:

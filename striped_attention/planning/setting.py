@@ -10,7 +10,7 @@ from striped_attention.kernels.contract import make_request
 from striped_attention.models.llama import ModelConfig
 from striped_attention.runtime.hardware import Hardware
 from striped_attention.strategies.strategy import RING, Strategy
-from striped_attention.strategies.workload import Workload
+from striped_attention.strategies.workload import Workload, adapted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,4 +58,5 @@ class Setting:
             device_kind=next(iter(hardware.kinds), ""),
             here=False,
         )
-        return Workload(plain, self.mask, hardware, self.strategy, self.kernel, again=self.remat != "none")
+        strategy = adapted(self.strategy, plain)
+        return Workload(plain, self.mask, hardware, strategy, self.kernel, again=self.remat != "none")

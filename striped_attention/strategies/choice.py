@@ -20,7 +20,7 @@ from striped_attention.runtime.hardware import hardware_of
 from striped_attention.strategies.strategy import AUTO, RING, Strategy, candidates, resolve
 from striped_attention.strategies.timeline import Timeline, passes, tile_flops
 from striped_attention.strategies.work import Counts, count_tile_rows, count_tiles
-from striped_attention.strategies.workload import Workload
+from striped_attention.strategies.workload import Workload, adapted
 
 AFFORDABLE = 2**25  # devices × tokens that are counted block by block where rows of tiles are not enough
 
@@ -137,37 +137,48 @@ def _gathered(tiles: Counts, gather: int) -> Int[np.ndarray, "devices groups"]:
     return found
 
 
-def choose_strategy(asked: Any, request: Request, kernel: str = "auto", *, forward_only: bool = False) -> Strategy:
+def choose_strategy(
+    asked: Any, request: Request, kernel: str = "auto", *, neighbours: int | None = None, forward_only: bool = False
+) -> Strategy:
     """The strategy that is asked for; for "auto" the fastest of those that fit in memory.
 
-    `request` is what a ring asks of a kernel. Documents are known only when the program runs, so lengths as
-    `striped plan` draws them are taken. What "auto" took, and why, is logged at level INFO.
+    `request` is what a ring asks of a kernel. So many consecutive `neighbours` share a fast interconnect; by default as
+    many as a node or pod has. Documents are known only when the program runs, so lengths as `striped plan` draws them
+    are taken. What "auto" took, and why, is logged at level INFO.
     """
-    if not (isinstance(asked, str) and asked == AUTO):
-        return resolve(asked, request.devices, request.heads)
-    if request.devices == 1:
-        return RING
-    found, why = _fastest(request, kernel, forward_only)
-    logging.getLogger("striped_attention").info("strategy='auto' takes %s: %s", found, why)
+    log = logging.getLogger("striped_attention")
+    if isinstance(asked, str) and asked == AUTO:
+        if request.devices == 1:
+            return RING
+        found, why = _fastest(request, kernel, forward_only, neighbours)
+        log.info("strategy='auto' takes %s: %s", found, why)
+        return found
+    wanted = resolve(asked, request.devices, request.heads)
+    found = adapted(wanted, request)
+    if found != wanted:
+        log.info("strategy %s: under this mask %s gives the same with fewer messages", wanted, found)
     return found
 
 
 @functools.lru_cache(maxsize=1024)
-def _fastest(request: Request, kernel: str, forward_only: bool) -> tuple[Strategy, str]:
+def _fastest(request: Request, kernel: str, forward_only: bool, neighbours: int | None) -> tuple[Strategy, str]:
     """The strategy to take, and why."""
     hardware = hardware_of(request.platform, request.device_kind)
+    if neighbours is not None:
+        hardware = dataclasses.replace(hardware, group=neighbours)
     mask = Mask(window=request.window, prefix=request.prefix)
     if request.documents:
         mask = mask & packed(request.length)
     count = TileCount(mask, request.length, affordable=0)  # while a program is traced, estimates must do
     seconds: dict[Strategy, float] = {}
     memory: dict[Strategy, int] = {}
-    for strategy in candidates(request.devices, request.heads, hardware.group):
+    found = candidates(request.devices, request.heads, hardware.group)
+    for strategy in dict.fromkeys(adapted(one, request) for one in found):
         workload = Workload(request, mask, hardware, strategy, kernel)
         if kernel != "auto" and kernels.refusal(kernel, workload.request) is not None:
             continue
-        found = assess(workload, count)
-        seconds[strategy] = found.forward_seconds if forward_only else found.attention_seconds
+        times = assess(workload, count)
+        seconds[strategy] = times.forward_seconds if forward_only else times.attention_seconds
         memory[strategy] = workload.messages.memory
     if not seconds:
         return RING, f"kernel {kernel!r} can do none"

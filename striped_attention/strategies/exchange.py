@@ -15,6 +15,7 @@ from jaxtyping import Array
 
 from striped_attention.core.layout import AxisName
 from striped_attention.core.mask import Mask
+from striped_attention.strategies.hops import Ring
 from striped_attention.strategies.problem import Problem
 
 
@@ -105,8 +106,8 @@ def _gatherers(problem: Problem) -> list[list[int]]:
     return [list(range(first, first + group, heads)) for first in firsts]
 
 
-def send(problem: Problem, x: Any, places: int) -> Any:
-    """Pass a pytree `places` on along the ring."""
-    step = places * problem.strategy.group
-    pairs = [(i, (i + step) % problem.devices) for i in range(problem.devices)]
+def send(problem: Problem, x: Any, ring: Ring, places: int) -> Any:
+    """Pass a pytree `places` on along a ring."""
+    group = problem.strategy.group
+    pairs = [(i, ring.shift(i // group, places) * group + i % group) for i in range(problem.devices)]
     return jax.tree.map(lambda leaf: lax.ppermute(leaf, problem.axis_name, pairs), x)

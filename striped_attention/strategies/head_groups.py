@@ -1,16 +1,15 @@
 """Head groups: the heads of a block in parts, so that keys of some can be on their way while others are worked on."""
 
 import dataclasses
-import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from striped_attention.kernels.contract import Block
 
-_MOST = 4  # groups whose keys are gathered one after the other
+MOST = 4  # groups whose keys are gathered one after the other
 
 
 class Heads(NamedTuple):
@@ -26,11 +25,11 @@ class Heads(NamedTuple):
         return dataclasses.replace(block, bias=jax.tree.map(lambda x: x[self.queries], block.bias))
 
 
-def split_heads(gather: int, heads: int, kv_heads: int) -> list[Heads]:
-    """All heads; where keys are gathered from several devices, in equal groups of whole key heads."""
+def split_heads(gather: int, heads: int, kv_heads: int, most: int = MOST) -> list[Heads]:
+    """All heads; where keys are gathered from several devices, in at most `most` equal groups of whole key heads."""
     if gather == 1:
         return [Heads()]
-    count = max(n for n in range(1, _MOST + 1) if kv_heads % n == 0)
+    count = max(n for n in range(1, most + 1) if kv_heads % n == 0)
     size, shared = kv_heads // count, heads // kv_heads
     return [
         Heads(slice(first * shared, (first + size) * shared), slice(first, first + size))
@@ -51,9 +50,11 @@ def halves(gather: int, heads: int, kv_heads: int) -> list[Heads]:
     return [Heads(slice(half * shared), slice(half)), Heads(slice(half * shared, None), slice(half, None))]
 
 
-def join_heads(parts: list[Any], kv_heads: int) -> tuple[Array, Array, Array, Any]:
-    """The gradients of all heads from those of some."""
-    dq, dk, dv, dbias = zip(*parts, strict=True)
-    join = functools.partial(jnp.concatenate, axis=2)
-    dbias = jax.tree.map(lambda *halves: jnp.concatenate(halves), *dbias)
-    return join(dq), *(sum(x[1:], x[0]) if kv_heads == 1 else join(x) for x in (dk, dv)), dbias
+def join_heads(parts: Sequence[Any]) -> Any:
+    """Arrays [batch, slots, heads, …] of all heads, from those of groups of heads."""
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *parts)
+
+
+def join_bias(parts: Sequence[Any]) -> Any:
+    """The gradient of a bias, [heads, …], from those of groups of heads."""
+    return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)

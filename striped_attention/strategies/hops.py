@@ -1,15 +1,49 @@
-"""Hops: from how many places back a ring's keys are needed, under the part of a mask that is known while tracing.
+"""Hops: how many places back the keys lie that a ring needs, under the part of a mask that is known while tracing.
 
 The ring makes these hops, and the planner counts them.
 """
 
+import dataclasses
 import functools
 import itertools
+from typing import Any
 
 import numpy as np
 
 from striped_attention.core.layout import Layout
 from striped_attention.core.mask import Mask
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """A ring of `size` groups of devices. Neighbours are `stride` groups apart; keys are needed at `offsets` back.
+
+    In a double ring of 2 nodes × 4 groups, groups 0 to 3 and 4 to 7 are inner rings (size 4, stride 1), and the outer
+    rings (size 2, stride 4) join group 0 with 4, 1 with 5, and so on.
+    """
+
+    size: int
+    stride: int
+    offsets: tuple[int, ...]
+
+    def shift(self, group: Any, places: Any) -> Any:
+        """The group that lies `places` further along the ring."""
+        place = group // self.stride % self.size
+        return group + ((place + places) % self.size - place) * self.stride
+
+
+def make_rings(
+    inner: int, layout: Layout, window: int | None, prefix: int | None, length: int, padded_length: int, groups: int
+) -> tuple[Ring, ...]:
+    """The rings that keys travel, the outer one first: one, or a double ring with inner rings of `inner` groups.
+
+    A mask that some groups need no keys for, such as a window, makes fewer hops in a single ring.
+    """
+    offsets = needed_hops(layout, window, prefix, length, padded_length, groups)
+    if 1 < inner < groups and len(offsets) == groups:
+        outer = groups // inner
+        return Ring(outer, inner, offsets[:outer]), Ring(inner, 1, offsets[:inner])
+    return (Ring(groups, 1, offsets),)
 
 
 @functools.lru_cache(maxsize=256)

@@ -19,6 +19,7 @@ class Messages:
     devices: int
     tokens: int  # per device, of all its sequences
     width: int  # bytes per number
+    steps: int | None = None  # groups of devices whose keys a device needs; by default all
 
     @property
     def queries(self) -> int:
@@ -49,7 +50,28 @@ class Messages:
 
     @property
     def hops(self) -> int:
-        return self.devices // self.strategy.group - 1
+        return (self.devices // self.strategy.group if self.steps is None else self.steps) - 1
+
+    @property
+    def forward(self) -> int:
+        """Keys and values in all, by hops and gathered. Backward as much, and the float32 gradients of both."""
+        return self.hops * self.hop + self.gather
+
+    def slow(self, near: int) -> tuple[int, int]:
+        """Of `forward` and `trade`, what leaves a group of `near` neighbours with a fast interconnect.
+
+        Of the device that sends most: in a single ring the last of its group, which sends every hop to the next one.
+        """
+        if self.devices <= near:
+            return 0, 0
+        strategy = self.strategy
+        gathering = max(1, near // strategy.heads)  # of those with the same heads, so many are near
+        hops = self.devices // strategy.group
+        if strategy.inner > 1 and self.hops + 1 == hops and strategy.group * strategy.inner <= near:
+            hops //= strategy.inner
+        gathered = self.gather * max(0, strategy.gather - gathering) // max(1, strategy.gather - 1)
+        traded = self.trade * max(0, strategy.heads - near) // max(1, strategy.heads - 1)
+        return gathered + min(self.hops, hops - 1) * self.hop, traded
 
     @property
     def groups(self) -> int:

@@ -10,7 +10,7 @@ from striped_attention.core.bias import Bias
 from striped_attention.core.layout import AxisName, Layout
 from striped_attention.core.mask import Mask
 from striped_attention.kernels.contract import Block, Kernel, Pattern
-from striped_attention.strategies.hops import needed_hops
+from striped_attention.strategies.hops import Ring, make_rings, needed_hops
 from striped_attention.strategies.strategy import RING, Strategy
 
 
@@ -54,15 +54,23 @@ class Problem:
         """How many places back in the ring keys come from, step by step."""
         return needed_hops(self.key_layout, mask.window, mask.prefix, self.length, self.padded_length, self.ring)
 
-    def blocks(self, mask: Mask, bias: Bias | None) -> Callable[[Any], Block]:
-        """A function from an offset to the block of this device's queries with the keys from `offset` places back."""
+    def rings(self, mask: Mask) -> tuple[Ring, ...]:
+        """The rings that keys travel, the outer one first."""
+        sizes = (self.length, self.padded_length, self.ring)
+        return make_rings(self.strategy.inner, self.key_layout, mask.window, mask.prefix, *sizes)
+
+    def blocks(self, mask: Mask, bias: Bias | None) -> Callable[..., Block]:
+        """A function from an offset in each ring to the block of this device's queries with the keys from there."""
         device = lax.axis_index(self.axis_name)
         meet = self.meetings(mask, bias, _divide(device, self.strategy.heads))
         here = _divide(device, self.strategy.group)
+        rings = self.rings(mask)
 
-        def block(offset: Any) -> Block:
-            own = isinstance(offset, int) and offset == 0
-            return meet(here if own else (here - offset) % self.ring, own)
+        def block(*offsets: Any) -> Block:
+            there = here
+            for ring, offset in zip(rings, offsets, strict=True):
+                there = there if isinstance(offset, int) and offset == 0 else ring.shift(there, -offset)
+            return meet(there, there is here)
 
         return block
 

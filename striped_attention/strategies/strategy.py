@@ -6,6 +6,9 @@ The devices of a sequence axis are factored, N = heads × gather × ring, neighb
     gather    all-gather of K and V among `gather` such groups: each has all of their keys, for its own queries
     ring      K and V travel from one group of groups to the next, behind the arithmetic
 
+The ring may be a double ring: inner rings of `inner` groups that share a fast interconnect, whose keys go on to the
+next inner ring once per round. So the slow interconnect carries 1/inner of the hops, each started a round ahead.
+
 Layouts are closed under grouping (`layout.grouped`), so after each exchange tokens lie in a layout again, and a mask is
 still a range of slots.
 """
@@ -29,15 +32,15 @@ class Strategy:
 
     heads: int = 1
     gather: int = 1
+    inner: int = 1
 
     def __post_init__(self) -> None:
-        check_whole("heads", self.heads)
-        check_whole("gather", self.gather)
+        for name, size in vars(self).items():
+            check_whole(name, size)
 
     def __str__(self) -> str:
         """As `parse_strategy` takes it."""
-        sizes = {"heads": self.heads, "gather": self.gather}
-        return ",".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "ring"
+        return ",".join(f"{name}={size}" for name, size in vars(self).items() if size > 1) or "ring"
 
     @property
     def group(self) -> int:
@@ -58,24 +61,25 @@ RING = Strategy()
 
 
 @checks_itself
-def strategy(*, heads: int = 1, gather: int = 1) -> Strategy:
-    """A strategy by the sizes of its groups: neighbours that share out heads, groups that gather keys.
+def strategy(*, heads: int = 1, gather: int = 1, inner: int = 1) -> Strategy:
+    """A strategy by the sizes of its groups: neighbours that share out heads, groups that gather keys, inner rings.
 
-    `heads · gather` must divide the devices of the sequence axis, and a ring joins what is left: of 8 devices
-    `strategy(heads=2)` makes a ring of 4, `strategy(heads=8)` none.
+    `heads · gather · inner` must divide the devices of the sequence axis, and a ring joins what is left: of 8 devices
+    `strategy(heads=2)` makes a ring of 4, `strategy(heads=8)` none. `inner` makes it a double ring: of 16 devices on
+    two nodes `strategy(inner=8)` makes two inner rings of 8, between which keys travel once per round.
     """
-    return Strategy(heads, gather)
+    return Strategy(heads, gather, inner)
 
 
 def parse_strategy(text: str) -> str | Strategy:
-    """A strategy as commands take it: a name, or the sizes of groups, like heads=2 or heads=2,gather=4."""
+    """A strategy as commands take it: a name, or the sizes of groups, like heads=2 or heads=2,inner=4."""
     text = text.strip()
     if text in NAMES:
         return text
-    sizes = re.fullmatch(r"(heads|gather)=(\d{1,6})(?:, ?(?!\1)(heads|gather)=(\d{1,6}))?", text)
-    if sizes is None:
+    sizes = [re.fullmatch(r" ?(heads|gather|inner)=(\d{1,6})", part) for part in text.split(",")]
+    found = {size[1]: int(size[2]) for size in sizes if size is not None}
+    if len(found) < len(sizes):  # something else, or a name twice
         raise ValueError(f"A strategy is written like {', '.join(NAMES)}, heads=2 or heads=2,gather=4; got {text!r}.")
-    found = {name: int(size) for name, size in (sizes.groups()[:2], sizes.groups()[2:]) if name is not None}
     return strategy(**found)
 
 
@@ -96,10 +100,10 @@ def resolve(asked: Any, devices: int, heads: int | None = None) -> Strategy:
             f"strategy must be one of {', '.join(map(repr, (AUTO, *NAMES)))}, or sa.strategy(heads=…, gather=…); got "
             f"{asked!r}."
         )
-    if devices % found.group:
+    if devices % (found.group * found.inner):
         raise ValueError(
-            f"heads · gather of a strategy must divide the {devices} devices of the sequence axis; got heads="
-            f"{found.heads}, gather={found.gather}."
+            f"heads · gather · inner of a strategy must divide the {devices} devices of the sequence axis; got heads="
+            f"{found.heads}, gather={found.gather}, inner={found.inner}."
         )
     if heads is not None and heads % found.heads:
         raise ValueError(
@@ -110,10 +114,17 @@ def resolve(asked: Any, devices: int, heads: int | None = None) -> Strategy:
 
 
 def candidates(devices: int, heads: int, group: int) -> list[Strategy]:
-    """Strategies worth comparing, the ring first: heads or keys among all devices, or among those of a fast `group`."""
+    """Strategies worth comparing, the ring first: heads or keys among all devices, or among those of a fast `group`.
+
+    Where a ring leaves that group, also double rings.
+    """
     near = math.gcd(devices, group)
-    sizes = [Strategy(heads=math.gcd(n, heads)) for n in (devices, near)]
-    return list(dict.fromkeys([RING, *sizes, Strategy(gather=devices), Strategy(gather=near)]))
+    shared = math.gcd(near, heads)
+    found = [RING, Strategy(heads=math.gcd(devices, heads)), Strategy(heads=shared)]
+    found += [Strategy(gather=devices), Strategy(gather=near)]
+    if near < devices:
+        found += [Strategy(inner=near), Strategy(heads=shared, inner=near // shared)]
+    return list(dict.fromkeys(found))
 
 
 def exchanged(strategy: Strategy, plain: Request) -> Request:

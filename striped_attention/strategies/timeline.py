@@ -16,7 +16,6 @@ import numpy as np
 from striped_attention.kernels.choice import Choice
 from striped_attention.kernels.rates import BACKWARD, Rate
 from striped_attention.strategies.messages import FLOAT32
-from striped_attention.strategies.ring import sends_backward
 from striped_attention.strategies.work import Counts
 from striped_attention.strategies.workload import Workload
 
@@ -125,6 +124,8 @@ def passes(workload: Workload, chosen: Choice, tiles: Counts, needed: np.ndarray
     most, least = max(kv, gathered), min(kv, gathered) * hops / workload.wire
     forward = make(rates.forward, 1.0, order, [1.0] * len(order), [most] * hops + [0.0], trade + first + least)
     halves = [0.5, *[1.0] * hops, 0.5]
-    sent = [most * (step < sends_backward(hops)) + most * more * (step > 1) for step in range(hops + 2)]
-    exposed = again * trade + first + least * (1 + more)
+    sent = [most * (step < hops) + most * more * (step > 1) for step in range(hops + 2)]
+    # Backward, a double ring's first hop to the next node has nothing to overlap with.
+    late = kv / workload.hardware.far_wire if workload.wire != workload.wire_of(workload.plain.devices) else 0.0
+    exposed = again * trade + first + least * (1 + more) + late
     return forward, make(rates.backward, BACKWARD, [*order, 0], halves, sent, exposed)

@@ -1,6 +1,7 @@
 """Workload: the attention of one layer over a sequence axis, and how it is to be done."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,7 @@ import numpy as np
 from striped_attention.core.mask import Mask
 from striped_attention.kernels.contract import Request
 from striped_attention.runtime.hardware import Hardware
-from striped_attention.strategies.hops import needed_hops
+from striped_attention.strategies.hops import Ring, make_rings
 from striped_attention.strategies.messages import Messages
 from striped_attention.strategies.strategy import RING, Strategy, exchanged
 
@@ -35,23 +36,45 @@ class Workload:
 
     @property
     def messages(self) -> Messages:
-        plain = self.plain
-        tokens, width = plain.batch * plain.queries, jnp.dtype(plain.dtype).itemsize
-        return Messages(plain.heads, plain.kv_heads, plain.dim, self.strategy, plain.devices, tokens, width)
+        return messages_of(self.plain, self.strategy)
 
     @property
     def wire(self) -> float:
-        """Bytes per second of the slowest hop."""
-        return self.wire_of(self.plain.devices)
+        """Bytes per second of the slowest hop. A double ring leaves a node once per round, during the whole of it."""
+        slow, hardware = self.wire_of(self.plain.devices), self.hardware
+        inner = len(rings_of(self.plain, self.strategy)) > 1 and self.strategy.group * self.strategy.inner
+        return min(hardware.wire, slow * self.strategy.inner) if 0 < inner <= hardware.group else slow
 
     def wire_of(self, neighbours: int) -> float:
         """Bytes per second among so many neighbours."""
         return self.hardware.wire if neighbours <= self.hardware.group else self.hardware.far_wire
 
     def needed(self) -> np.ndarray:
-        """Which steps the ring makes."""
-        plain, group = self.plain, self.strategy.group
-        layout, ring = plain.layout.grouped(group), plain.devices // group
-        made = np.zeros(ring, bool)
-        made[list(needed_hops(layout, plain.window, plain.prefix, plain.length, plain.padded_length, ring))] = True
+        """Which steps the ring makes, by how many places back keys come from."""
+        made = np.zeros(self.plain.devices // self.strategy.group, bool)
+        rings = rings_of(self.plain, self.strategy)
+        made[list(rings[0].offsets) if len(rings) == 1 else slice(None)] = True
         return made
+
+
+def rings_of(plain: Request, strategy: Strategy) -> tuple[Ring, ...]:
+    """The rings that keys travel, from what a ring would ask of a kernel."""
+    layout, groups = plain.layout.grouped(strategy.group), plain.devices // strategy.group
+    return make_rings(strategy.inner, layout, plain.window, plain.prefix, plain.length, plain.padded_length, groups)
+
+
+def messages_of(plain: Request, strategy: Strategy) -> Messages:
+    """What a device sends and holds, from what a ring would ask of a kernel."""
+    tokens, width = plain.batch * plain.queries, jnp.dtype(plain.dtype).itemsize
+    steps = math.prod(len(ring.offsets) for ring in rings_of(plain, strategy))
+    return Messages(plain.heads, plain.kv_heads, plain.dim, strategy, plain.devices, tokens, width, steps)
+
+
+def adapted(strategy: Strategy, plain: Request) -> Strategy:
+    """The same strategy, without what a mask makes useless.
+
+    Where a window needs only some of the neighbours, hops send less than gathered keys, and a ring is a single one.
+    """
+    hops = dataclasses.replace(strategy, gather=1)
+    found = hops if messages_of(plain, hops).forward < messages_of(plain, strategy).forward else strategy
+    return found if len(rings_of(plain, found)) > 1 else dataclasses.replace(found, inner=1)

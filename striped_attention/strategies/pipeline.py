@@ -1,0 +1,107 @@
+"""Pipeline: keys and values that are on their way while others are attended to, and their gradients on the way back.
+
+Keys that travel a ring may have to be gathered as well, group of heads by group of heads. A device then holds its own
+part and the gathered keys of the first group; the other groups are gathered while the ones before them are attended to.
+The gradients of gathered keys are scattered in the same way, those of the last group while the next step computes.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from striped_attention.strategies import exchange
+from striped_attention.strategies.head_groups import Heads
+from striped_attention.strategies.problem import Problem
+
+
+class Keys(NamedTuple):
+    """Keys and values: the part that travels, and the first group of heads gathered; None where nothing is."""
+
+    part: Any
+    first: Any
+
+
+class Sums(NamedTuple):
+    """Gradients of keys and values, and those of the last heads that are still to be scattered and added."""
+
+    total: Any
+    pending: Any = None
+
+
+def hold(problem: Problem, groups: list[Heads], part: Any) -> Keys:
+    """A part of the keys, ready for attention to its first group of heads."""
+    return Keys(part, None if problem.strategy.gather == 1 else exchange.gather(problem, groups[0].of_keys(part)))
+
+
+def gathered(
+    problem: Problem,
+    groups: list[Heads],
+    keys: Keys,
+    computed: Callable[[int], Array],
+    settled: Callable[[int], Array],
+) -> Iterator[tuple[Heads, Any]]:
+    """Groups of heads and their keys. While the caller works on one, the next is being gathered.
+
+    Work on group i waits for `computed(i - 1)`, and its gathering for `settled(i - 2)`, which may be the result of a
+    transfer: so transfers run one after the other, and two groups are in memory at a time.
+    """
+    following = groups[0].of_keys(keys.part) if keys.first is None else keys.first
+    for i, heads in enumerate(groups):
+        some = following if i == 0 else after(following, computed(i - 1))
+        if i + 1 < len(groups):
+            part = groups[i + 1].of_keys(keys.part)
+            following = exchange.gather(problem, part if i == 0 else after(part, settled(i - 1)))
+        yield heads, some
+
+
+def settle(problem: Problem, sums: Sums) -> Any:
+    """The gradients of keys and values, with nothing pending."""
+    if sums.pending is None:
+        return sums.total
+    last = exchange.scatter(problem, sums.pending)
+    return jax.tree.map(lambda x, some: x.at[:, :, -some.shape[2] :].add(some), sums.total, last)
+
+
+class Run(NamedTuple):
+    """Steps of a ring that one loop can do: at each of `offsets`, keys move on by `places`, having come by `came`."""
+
+    offsets: np.ndarray
+    places: int
+    came: int | None
+
+
+def runs(offsets: tuple[int, ...], came: int | None = None) -> list[Run]:
+    """The steps at all offsets but the last, where the hops end; grouped by the hops they make."""
+    hops = [b - a for a, b in itertools.pairwise(offsets)]
+    steps = zip(offsets, hops, [came, *hops], strict=False)
+    return [
+        Run(np.array([offset for offset, _, _ in run], np.int32), places, came)
+        for (places, came), run in itertools.groupby(steps, key=lambda s: s[1:])
+    ]
+
+
+def add(a: Any, b: Any) -> Any:
+    """The sum of two pytrees; None counts as zero."""
+    return b if a is None else a if b is None else jax.tree.map(jnp.add, a, b)
+
+
+def after(keys: Any, result: Array) -> Any:
+    """The same keys, but not before `result` has been computed.
+
+    Without this a compiler may send keys all the way round before it computes anything, and most transfers have no
+    arithmetic to overlap with. It drops `lax.optimization_barrier` before it schedules a program, so one number of the
+    keys, chosen by the result, is overwritten with itself: in place, at no cost.
+    """
+    which = (result[(0,) * result.ndim] > 0).astype(jnp.int32)
+
+    def one(x: Array) -> Array:
+        index = [which if dim == 1 else jnp.zeros_like(which) for dim in range(x.ndim)]
+        return lax.dynamic_update_slice(x, lax.dynamic_slice(x, index, [1] * x.ndim), index)
+
+    return jax.tree.map(one, keys)
