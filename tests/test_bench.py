@@ -11,18 +11,24 @@ import types
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 from striped_bench.bench import gpu, mock, profile, step
 from striped_bench.bench.command import BenchConfig
 
 import striped_attention as sa
 from striped_attention.cli import main
+from striped_attention.core.mask import packed
 from striped_attention.errors import UsageError
+from striped_attention.kernels import cudnn as kernel_cudnn
 from striped_attention.kernels import xla as kernel_xla
 from striped_attention.kernels.choice import KERNELS
 from striped_attention.kernels.cudnn import binding as cudnn
 from striped_attention.models import llama as model
+from striped_attention.options import parse_mask
+from striped_attention.runtime.hardware import hardware_of
 from striped_attention.strategies import ring
 from striped_attention.strategies.problem import Problem
+from striped_attention.strategies.work import count_pairs
 from tests.team import Here
 
 
@@ -35,6 +41,9 @@ from tests.team import Here
         (dict(members=(1,)), "--members must be at least 2"),
         (dict(lengths=(1001,)), "--lengths multiples of twice that"),
         (dict(lengths=()), "--lengths needs at least one value"),
+        (dict(strategies=("heads=x",)), "--strategies: A strategy is written like ring, gather, heads, heads=2"),
+        (dict(kernels=("pallas_tpu",)), "--kernels must be some of cudnn, hopper, xla; got pallas_tpu"),
+        (dict(masks=("documents",)), "--masks are written like causal"),
     ],
 )
 def test_bad_options_get_one_clear_line(options, message):
@@ -63,9 +72,11 @@ def test_options_that_a_suite_cannot_use_get_one_clear_line(suite, options, mess
 
 def test_a_suite_measures_what_was_asked_and_else_its_own():
     assert BenchConfig("gpu").options["members"] == (2, 4, 8, 16)
-    assert BenchConfig("step").options == dict(presets=("1b",), members=(8,), lengths=(65_536, 262_144), chunk=8192)
+    assert BenchConfig("gpu").options["strategies"] == ("ring",)
+    own = dict(chunk=8192, kernels=("cudnn",), strategies=("ring",), text="whole")
+    assert BenchConfig("step").options == dict(presets=("1b",), members=(8,), lengths=(65_536, 262_144), **own)
     asked = BenchConfig("step", members=(4, 16), presets=("7b", "llama3-8b"), lengths=(32_768,))
-    assert asked.options == dict(presets=("7b", "llama3-8b"), members=(4, 16), lengths=(32_768,), chunk=8192)
+    assert asked.options == dict(presets=("7b", "llama3-8b"), members=(4, 16), lengths=(32_768,), **own)
     assert BenchConfig("step", quick=True).options["presets"] == ("debug",)
     assert BenchConfig("gpu", quick=True, members=(4,)).options["members"] == (4,)
 
@@ -83,20 +94,21 @@ def here(monkeypatch):
 @pytest.mark.parametrize("suite", ["gpu", "overlap", "step"])
 def test_without_a_gpu_the_suites_say_so(suite, capsys, tmp_path):
     assert main(["bench", suite, "--output", str(tmp_path / "result.json")]) == 2
-    assert capsys.readouterr().err.startswith("striped: This suite measures the cudnn kernel. It needs an NVIDIA GPU")
+    assert capsys.readouterr().err.startswith("striped: This suite measures cuDNN, at least to compare with. It needs")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_summary_takes_the_busiest_member():
-    def row(layout, rank, both):
+    def row(layout, rank, both, **other):
         times = {"forward": both / 4, "both": both, "forward_flops": 1e12, "both_flops": 3.5e12}
-        ring = {"members": 4, "length": 1024, "heads": "16:16", "layout": layout, "rank": rank}
-        return {**ring, **times, "hop_bytes": 450, "hidden": 3, "transfers": 4}
+        found = {**gpu.Case(4, 1024, "16:16", layout=layout)._asdict(), "rank": rank, **times, **other}
+        return {**found, "hop_bytes": 450, "hidden": 3, "transfers": 4, **dict.fromkeys(gpu.PLANNED, 0.5)}
 
     rows = [row("contiguous()", 3, 0.02), row("striped(1)", 0, 0.0125), row("striped(1)", 3, 0.0120)]
-    ring = {"length": 1024, "heads": "16:16", "ideal_length": 1024, "forward_rate": 1e15}
+    rows.append(row("striped(1)", 0, 0.01, strategy="heads=4"))
+    ring = {"length": 1024, "heads": "16:16", "mask": "causal", "ideal_length": 1024, "forward_rate": 1e15}
     ideal = [{**ring, "members": n, "both_rate": rate} for n, rate in ((2, 9e14), (4, 4e14))]
-    contiguous, striped = gpu.summary({"members": rows, "ideal": ideal})
+    contiguous, striped, heads = gpu.summary({"members": rows, "ideal": ideal})
     assert contiguous["over_contiguous"]["both"] == 1
     assert striped["both"] == 0.0125
     assert striped["over_contiguous"]["both"] == pytest.approx(1.6)
@@ -105,24 +117,132 @@ def test_a_summary_takes_the_busiest_member():
     assert striped["bound"] == 1.75
     assert set(striped["hop_seconds"].values()) == {450 / 450e9, 450 / 50e9}
     assert striped["backward_hop_bytes"] == 3 * 450
+    assert (heads["strategy"], heads["both"], heads["planned_transfer_seconds"]) == ("heads=4", 0.01, 0.5)
+    assert heads["over_contiguous"] is heads["bound"] is None, "no other layout was measured with this strategy"
 
 
-@pytest.mark.usefixtures("compiled_in_a_hurry")
-def test_what_is_timed_is_checked(monkeypatch):
-    """On virtual devices, one kernel against itself; and against one that is wrong."""
+STRATEGIES = ("ring", "heads=4", "gather=4", "heads=2,gather=2", "heads=2", "gather=2")
+
+
+@pytest.fixture
+def small(monkeypatch):
     monkeypatch.setattr(gpu, "DIM", 16)
-    monkeypatch.setattr(gpu, "LAYOUTS", (sa.striped(),))
-    (row,) = gpu.check_timed(2, ("xla", "xla"))
-    assert (row["layout"], row["rank"], row["worst"]) == ("striped(1)", 1, 0)
+    monkeypatch.setattr(mock, "gpu", lambda: {"name": "a CPU"})
+
+
+def cases(*strategies, mask="causal", kernel="xla", layout="striped(1)"):
+    return [gpu.Case(4, 512, "4:2", mask, kernel, strategy, layout) for strategy in strategies]
+
+
+@pytest.mark.usefixtures("small")
+def test_a_plan_settles_strategies_and_says_what_cannot_be_measured():
+    asked = [*cases("ring", "heads", "gather", "heads=4", "auto", "heads=3"), *cases("ring", kernel="cudnn")]
+    rows = list(gpu.plan(asked))
+    assert [row["strategy"] for row in rows if "refused" not in row] == ["ring", "heads=4", "gather=4"], "once each"
+    assert ["must divide the 4 devices" in row["refused"] for row in rows if "refused" in row] == [True, False]
+    ring, heads, gather = rows[:3]
+    assert (ring["ranks"], heads["ranks"]) == ([0, 3], [0]), "with all heads shared out devices have the same work"
+    message = ring["hop_bytes"] / hardware_of("cpu").wire
+    assert ring["planned_transfer_seconds"]["forward"] == pytest.approx(3 * message)
+    assert gather["planned_exposed_seconds"]["forward"] < gather["planned_transfer_seconds"]["forward"]
+    assert heads["planned_exposed_seconds"] == pytest.approx(heads["planned_transfer_seconds"])
+    (contiguous,) = gpu.plan(cases("ring", layout="contiguous()"))
+    assert contiguous["ranks"] == [3]
+    (documents,) = gpu.plan([gpu.Case(4, 8192, "4:2", "documents(1000)", "xla", "ring", "contiguous()")])
+    pairs = count_pairs(sa.contiguous(), parse_mask("documents(1000)", 8192), 8192, 4).sum(axis=1)
+    assert int(pairs.argmax()) in documents["ranks"]
+    assert documents["critical_path"] > 1, "steps are not all the longest on the same device"
+
+
+@pytest.mark.usefixtures("small", "compiled_in_a_hurry")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("mask", ["causal", "documents(100)"])
+def test_timed_programs_send_nothing_and_compute_on_their_own(strategy, mask):
+    """A device's answer is finite and is the same if all others have nothing but NaN."""
+    (case,) = cases(strategy, mask=mask)
+    member = gpu.Member(case, gpu._random(128, 4, 2), rank=3)
+    with mock.at_home(member.mask, sums=False):
+        run = gpu._compile(member.both, *member.arguments)
+    assert not COLLECTIVES.findall(run.as_text())
+    here = member.mesh.devices[3]
+    assert here == jax.devices()[0]
+    poisoned = [only_here(x, here) if isinstance(x, jax.Array) else x for x in member.arguments]
+    for x, same in zip(jax.tree.leaves(run(*member.arguments)), jax.tree.leaves(run(*poisoned)), strict=True):
+        own, alone = (of_device(y, here) for y in (x, same))
+        assert np.isfinite(own).all()
+        assert np.abs(own).max() > 0
+        np.testing.assert_array_equal(own, alone)
+    assert gpu._transfers(gpu._compile(member.both, *member.arguments)), "the real program does send"
+
+
+@pytest.mark.parametrize("groups", [None, [[0, 1], [2, 3]], [[0, 2], [1, 3]]])
+def test_the_stand_in_for_gathered_ranges_is_the_real_thing(groups):
+    """How much there is to do depends on them."""
+    mask = parse_mask("documents(10)", 64).permute(sa.striped(), 4)
+    mesh, spec = Mesh(np.array(jax.devices()[:4]), ("sequence",)), PartitionSpec(None, "sequence")
+
+    def gather(lo):
+        return jax.lax.all_gather(lo, "sequence", axis=1, tiled=True, axis_index_groups=groups)
+
+    def run():
+        return jax.jit(jax.shard_map(gather, mesh=mesh, in_specs=spec, out_specs=spec))(mask.lo)
+
+    wanted = run()
+    with mock.at_home(mask):
+        found = run()
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.usefixtures("small", "compiled_in_a_hurry")
+def test_answers_of_every_strategy_are_checked(monkeypatch):
+    """On virtual devices, against one device, and of the timed programs one kernel against another."""
+    asked = [*cases(*STRATEGIES, mask="documents(300)"), *cases("heads=2,gather=2", layout="zigzag()")]
+    found = list(gpu.check(asked))
+    assert [row["strategy"] for row in found] == [*STRATEGIES, "heads=2,gather=2"]
+    assert max(row["worst"] for row in found) < 1e-3
+    rows = list(gpu.plan(cases("heads=2,gather=2", mask="documents(300)")))
+    (row,) = gpu.check_timed(rows)
+    assert (row["layout"], row["rank"], row["worst"]) == ("striped(1)", rows[0]["ranks"][-1], 0)
 
     @functools.wraps(kernel_xla.attend)
     def wrong(q):
         attend = kernel_xla.attend(q)
         return lambda k, v, block: attend(k, v + 1, block)
 
-    monkeypatch.setitem(KERNELS, "wrong", types.SimpleNamespace(**{**vars(kernel_xla), "attend": wrong}))
-    with pytest.raises(RuntimeError, match=r"striped\(1\) on 2 members, wrong against xla, is wrong by"):
-        next(gpu.check_timed(2, ("wrong", "xla")))
+    module = types.ModuleType("wrong")
+    vars(module).update({**vars(kernel_xla), "attend": wrong})
+    monkeypatch.setitem(KERNELS, "wrong", module)
+    (bad,) = cases("heads=4", kernel="wrong")
+    with pytest.raises(RuntimeError, match=r"on 4 members, heads=4, causal, wrong, against one GPU, is wrong by"):
+        next(gpu.check([bad]))
+    with pytest.raises(RuntimeError, match=r"on 4 members, heads=4, causal, wrong, against xla, is wrong by"):
+        next(gpu.check_timed([{**bad._asdict(), "ranks": [0]}]))
+
+
+@pytest.mark.usefixtures("small", "here", "compiled_in_a_hurry")
+def test_the_suite_gpu_measures_strategies_and_writes_down_what_is_planned(monkeypatch, tmp_path, capsys):
+    """All of it, on virtual devices, with cuDNN emulated."""
+    monkeypatch.setattr(cudnn, "unavailable", lambda: None)
+    monkeypatch.setattr(gpu, "SECONDS", 0.0)
+    monkeypatch.setattr(gpu, "BATCHES", 1)
+    monkeypatch.setattr(profile, "where", lambda call: {})
+    path = tmp_path / "gpu.json"
+    options = ["--members", "2", "--lengths", "1024", "--heads", "4:2", "--layouts", "striped"]
+    more = ["--masks", "documents(300)", "--kernels", "cudnn", "xla", "--strategies", "ring", "heads"]
+    with kernel_cudnn.EMULATIONS["in plain JAX"]():
+        assert main(["bench", "gpu", *options, *more, "--output", str(path)]) == 0
+    result = json.loads(path.read_text())
+    assert [(row["kernel"], row["strategy"]) for row in result["refused"]] == [("cudnn", "ring"), ("cudnn", "heads")]
+    assert [(row["kernel"], row["strategy"]) for row in result["summary"]] == [("xla", "ring"), ("xla", "heads=2")]
+    for row in result["summary"]:
+        pairs = count_pairs(sa.striped(), parse_mask("documents(300)", 1024), 1024, 2).sum()
+        rate = 4 * pairs * 4 * 16 * 3.5 / 2 / row["both"] / 1e12
+        assert row["tflops"]["both"] == pytest.approx(rate), "of visible pairs, not of tiles"
+        assert row["planned_transfer_seconds"]["both"] > row["planned_transfer_seconds"]["forward"] > 0
+        assert row["planned_for"] == "cpu"
+    assert "refused Kernel 'cudnn' cannot do this" in capsys.readouterr().out
+    assert main(["bench", "gpu", *options, *more[:4], "--output", str(path)]) == 2
+    assert "Nothing of this can be measured. Kernel 'cudnn' cannot do this" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suite", ["gpu", "overlap", "step"])
@@ -148,8 +268,10 @@ def test_a_profile_adds_up_kernels_by_kind_and_the_time_between_them():
     )
 
 
+COLLECTIVES = re.compile(r" = (.*?) (all-\w+|reduce-scatter|collective-\w+)[\w-]*\(")  # shape and operation
 CASE = step.Case("debug", 256, 4, 64, "xla", jax.devices()[:4])
-ROW = {"preset": "1b", "length": 1024, "members": 4, "attention": True, "fits": True}
+ROW = {"preset": "1b", "length": 1024, "members": 4, "kernel": "cudnn", "text": "whole"}
+ROW |= {"strategy": "ring", "attention": True, "fits": True}
 REAL = {"needed_bytes": 100, "transfers": 9, "hidden": 7}
 
 
@@ -169,14 +291,20 @@ def only_here(x, here):
     return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
+def of_device(x, device):
+    return next(np.asarray(s.data, np.float32) for s in x.addressable_shards if s.device == device)
+
+
 @pytest.mark.usefixtures("compiled_in_a_hurry")
-def test_with_stand_ins_a_member_computes_from_nothing_but_its_own():
-    program = CASE.program("striped", rank=3)
-    weights, inputs = program.fresh_state().weights, step._inputs(program)
-    with mock.all_at_home():
+@pytest.mark.parametrize(("strategy", "text"), [("ring", "whole"), ("heads=2,gather=2", "documents")])
+def test_with_stand_ins_a_member_computes_from_nothing_but_its_own(strategy, text):
+    program = CASE._replace(text=text).program("striped", rank=3, strategy=strategy)
+    batch = step._batch(program)
+    weights, inputs = program.fresh_state().weights, program.place(batch)
+    with mock.at_home(step._mask(program, batch)):
         run = jax.jit(program.loss_and_gradients).lower(weights, inputs).compile()
     text = run.as_text()
-    sent = re.findall(r" = (.*?) (all-\w+|reduce-scatter|collective-\w+)[\w-]*\(", text)
+    sent = COLLECTIVES.findall(text)
     assert {operation for _, operation in sent} == {"all-reduce"}
     sizes = [math.prod(map(int, dims.split(","))) for shape, _ in sent for dims in re.findall(r"\[([\d,]+)\]", shape)]
     assert max(sizes) == 128, "vectors and scalars: only the optimiser sees them"
@@ -189,7 +317,7 @@ def test_with_stand_ins_a_member_computes_from_nothing_but_its_own():
     assert math.isnan(loss), "the others have nothing to go by"
     for (path, g), same in zip(jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(again), strict=True):
         if not path[-1].key.endswith("norm"):
-            own, alone = (next(np.asarray(s.data) for s in x.addressable_shards if s.device == here) for x in (g, same))
+            own, alone = (of_device(x, here) for x in (g, same))
             assert np.isfinite(own).all(), path
             assert np.abs(own).max() > 0, path
             np.testing.assert_array_equal(own, alone)
@@ -201,8 +329,8 @@ def test_the_step_without_attention_keeps_all_products_of_weights(monkeypatch):
     monkeypatch.setitem(model.PRESETS, "debug", dataclasses.replace(model.PRESETS["debug"], kv_heads=4))
     case = CASE._replace(members=2, chunk=128, devices=CASE.devices[:2])
     program = case.program("contiguous", rank=1, attend=step.without_attention)
-    weights, inputs = program.fresh_state().weights, step._inputs(program)
-    with mock.all_at_home():
+    weights, inputs = program.fresh_state().weights, program.place(step._batch(program))
+    with mock.at_home():
         whole = jax.jit(case.program("contiguous", rank=1).loss_and_gradients).lower(weights, inputs)
         lowered = jax.jit(program.loss_and_gradients).lower(weights, inputs)
     assert lowered.cost_analysis()["flops"] < whole.cost_analysis()["flops"]
@@ -259,6 +387,30 @@ def test_every_layout_and_the_step_without_attention_are_measured(monkeypatch):
     assert len(measured) == 4
     assert [row["seconds"] for row in rows] == [1.0 if row["attention"] else 0.25 for row in rows]
     assert [row.get("needed_bytes") for row in rows] == [100 if row["attention"] else None for row in rows]
+
+
+def test_steps_are_measured_with_every_strategy_once(monkeypatch):
+    stub(monkeypatch, lambda program, fresh: {"seconds": 1.0, "samples": []})
+    case = CASE._replace(strategies=("ring", "heads", "auto", "heads=4"))
+    rows = list(step.measure_case(case, limit=100))
+    settled = case.program("striped", 3, strategy="auto").config.strategy
+    assert settled in ("ring", "heads=4", "gather=4")
+    strategies = {"ring", "heads", "heads=4", settled}
+    assert {row["strategy"] for row in rows if row["attention"]} == strategies
+    assert sum(not row["attention"] for row in rows) == 1, "without attention there is no strategy"
+    assert len(list(step.summary(rows))) == 2 * len(strategies)
+
+
+def test_documents_of_a_step_are_those_of_a_plan():
+    case = CASE._replace(length=8192, text="documents")
+    program = case.program("striped", 3)
+    batch, mask = step._batch(program), packed(8192)
+    np.testing.assert_array_equal(sa.documents(batch.segments).lo, mask.lo)
+    device = types.SimpleNamespace(device_kind="NVIDIA H200")
+    whole, parts = (
+        c._replace(devices=[device] * 4).rates(1.0, True)["mfu"] for c in (CASE._replace(length=8192), case)
+    )
+    assert parts < whole, "pairs in different documents are no useful work"
 
 
 def test_a_step_that_does_not_fit_says_so_and_what_it_needs(monkeypatch):
@@ -337,9 +489,9 @@ def test_a_summary_of_steps_says_what_attention_takes_and_what_striping_is_worth
 def test_answers_that_differ_stop_the_suite(change, message):
     truth = {"loss": 5.0, "gradient_norm": 1.0, "gradients": {"query": np.array([3.0, 4.0])}}
     close = {**truth, "loss": 5.05, "gradients": {"query": np.array([3.0, 4.1])}}
-    assert step.compare(close, truth)["worst"] == pytest.approx(0.02)
+    assert step.compare(close, truth, "cudnn")["worst"] == pytest.approx(0.02)
     with pytest.raises(RuntimeError, match=message):
-        step.compare({**close, **change}, truth)
+        step.compare({**close, **change}, truth, "cudnn")
 
 
 @pytest.mark.usefixtures("here")
@@ -368,17 +520,20 @@ def test_the_suite_step_writes_every_row_and_a_summary(capsys, monkeypatch, tmp_
 
     def results(task, mocked=None, **options):
         if task is step.check:
-            assert options == {"presets": ("1b",), "members": (8,), "lengths": (65_536,)}
+            where = {"presets": ("1b",), "members": (8,), "lengths": (65_536,)}
+            assert options == {**where, "kernels": ("cudnn",), "strategies": ("auto",), "text": "whole"}
             yield {"worst": 0.01, "gpu": {"name": "NVIDIA H200"}}
             return
         assert (task, mocked) == (step.measure, 8)
-        assert options == {"preset": "1b", "length": 65_536, "members": 8, "chunk": 4096}
+        case = {"preset": "1b", "length": 65_536, "members": 8, "chunk": 4096, "kernel": "cudnn"}
+        assert options == {**case, "strategies": ("auto",), "text": "whole"}
         yield row
         assert json.loads(path.read_text())["steps"] == [row], "what there is is safe while the next one is measured"
         yield {**row, "layout": "striped(1)", "seconds": 1.0}
 
     monkeypatch.setattr(mock, "results", results)
-    assert main(["bench", "step", "--lengths", "65536", "--chunk", "4096", "--output", str(path)]) == 0
+    options = ["--lengths", "65536", "--chunk", "4096", "--strategies", "auto"]
+    assert main(["bench", "step", *options, "--output", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["benchmark"] == "step"
     assert result["gpu"]["name"] == "NVIDIA H200"
@@ -394,6 +549,7 @@ def test_a_model_that_the_kernel_cannot_do_is_refused_before_anything_is_measure
     wide = dataclasses.replace(model.PRESETS["1b"], heads=8, kv_heads=8)  # of 256 each
     monkeypatch.setitem(model.PRESETS, "1b", wide)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(UsageError, match="--presets 1b: Kernel 'cudnn' cannot do this: It needs a head dim") as caught:
-        next(step.check(["1b"], [8], [65_536]))
+    message = "--presets 1b --strategies ring: Kernel 'cudnn' cannot do this: It needs a head dim"
+    with pytest.raises(UsageError, match=message) as caught:
+        next(step.check(["1b"], [8], [65_536], ["cudnn"], ["ring"], "whole"))
     assert "\n" not in str(caught.value)

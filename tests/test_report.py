@@ -15,6 +15,7 @@ from striped_bench.report import figures, style
 from striped_bench.report.command import write_figures
 from striped_bench.report.contents import gather
 from striped_bench.report.read import Document, read
+from striped_bench.report.section import ATTENTION, newest
 
 from striped_attention._version import __version__
 from striped_attention.cli import main
@@ -216,6 +217,15 @@ def test_the_results_page_is_up_to_date():
     assert made["PAGE"].read_text() == text, "run: make report"
     for figure in re.findall(r"\]\((figures/[\w-]+\.svg)\)", text):
         assert (ROOT / "docs" / figure).exists(), figure
+
+
+def test_figures_of_layouts_leave_out_other_strategies_masks_and_kernels():
+    """Rows of results from before there were others have no such fields."""
+    row = {"members": 8, "length": 64, "heads": "4:4", "layout": "striped(1)", "over_contiguous": times("striped(1)")}
+    others = [{"strategy": "heads=8"}, {"mask": "documents(8)"}, {"kernel": "xla"}, {"over_contiguous": None}]
+    rows = [row, *({**row, **other} for other in others)]
+    documents = [Document(pathlib.Path("gpu.json"), content("gpu", summary=rows))]
+    assert newest(documents, "summary", ATTENTION)[0] == [row]
 
 
 REFUSED = {

@@ -27,6 +27,7 @@ from striped_attention.kernels.contract import Block, Kernel
 from striped_attention.planning.work import count_pairs
 from striped_attention.runtime.record import usable_cores
 from striped_attention.strategies.problem import Problem
+from striped_attention.strategies.strategy import RING, Strategy
 from striped_bench.bench import problem
 from striped_bench.bench.run import Row, interleaved, say, seconds
 from striped_bench.bench.workers import Team, check_pinned, pick_cores
@@ -40,7 +41,10 @@ PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A ring to be timed; `tile` is a side of the kernel's tiles, None for its own choice."""
+    """A ring to be timed; `tile` is a side of the kernel's tiles, None for its own choice.
+
+    With a strategy, the heads of `shape` are those that one device has after the exchanges.
+    """
 
     layout: Layout
     mask: Mask
@@ -48,21 +52,33 @@ class Case:
     length: int
     tile: int | None = None
     shape: problem.Shape = problem.CPU
+    strategy: Strategy = RING
 
     def __str__(self) -> str:
         tile = "" if self.tile is None else f", tiles of {self.tile}"
         return f"{self.layout!r} on {self.devices} devices{tile}"
 
+    @property
+    def queries(self) -> tuple[Layout, int]:
+        """How queries lie after the exchanges: their layout, and on how many groups of devices."""
+        return self.layout.grouped(self.strategy.heads), self.devices // self.strategy.heads
+
+    @property
+    def keys(self) -> tuple[Layout, int]:
+        """How keys lie."""
+        return self.layout.grouped(self.strategy.group), self.devices // self.strategy.group
+
     def blocks(self, kernel: Kernel, here: int) -> Iterator[tuple[int, Block]]:
-        """Of a device, step by step: whose keys are met, and the block, as in the ring."""
+        """Of a group's queries, step by step: whose keys are met, and the block, as in the ring."""
         tile = None if self.tile is None else (self.tile, self.tile)
         sizes = (self.devices, self.layout, self.length, self.length)
-        ring = Problem("timed", *sizes, kernel, self.shape.dim**-0.5, tile=tile)
-        held = slice(here * self.length // self.devices, (here + 1) * self.length // self.devices)
-        own = jax.tree.map(lambda x: np.asarray(x)[:, held], self.mask.permute(self.layout, self.devices))
+        ring = Problem("timed", *sizes, kernel, self.shape.dim**-0.5, tile=tile, strategy=self.strategy)
+        layout, groups = self.queries
+        held = slice(here * self.length // groups, (here + 1) * self.length // groups)
+        own = jax.tree.map(lambda x: np.asarray(x)[:, held], self.mask.permute(layout, groups))
         meet = ring.meetings(own, None, here)
         for offset in ring.offsets(self.mask):
-            there = (here - offset) % self.devices
+            there = (here // self.strategy.gather - offset) % self.keys[1]
             yield there, meet(there, offset == 0)
 
     def pairs(self) -> np.ndarray:
@@ -82,9 +98,14 @@ class Blocks:
         self, case: Case, devices: Sequence[int], kernel: Kernel, inputs: problem.Inputs | None = None
     ) -> None:
         inputs = inputs or problem.make_inputs(case.length, case.shape)
-        split = lambda x: jnp.split(case.layout.permute(jnp.asarray(x), case.devices, 1), case.devices, 1)  # noqa: E731
-        self.case, self.kernel, self.q, self.k, self.v = case, kernel, *map(split, inputs[:3])
-        self.dout, self.few = ([x.astype(jnp.float32) for x in split(dout)] for dout in (inputs.dout, inputs.few))
+
+        def split(x: Any, layout: Layout, groups: int) -> list[Any]:
+            return jnp.split(layout.permute(jnp.asarray(x), groups, 1), groups, 1)
+
+        self.case, self.kernel, self.q = case, kernel, split(inputs.q, *case.queries)
+        self.k, self.v = (split(x, *case.keys) for x in (inputs.k, inputs.v))
+        douts = (split(x, *case.queries) for x in (inputs.dout, inputs.few))
+        self.dout, self.few = ([x.astype(jnp.float32) for x in dout] for dout in douts)
         self.blocks = {here: jax.tree.map(jnp.asarray, list(case.blocks(kernel, here))) for here in devices}
         self.results = {here: self._result(here) for here in devices}
 
@@ -105,13 +126,14 @@ class Blocks:
 
     def answer(self, dout: list[Any]) -> list[Any]:
         """Output and gradients of the whole ring, in sequence order."""
-        dq, dk, dv = ([0.0] * self.case.devices for _ in range(3))  # type: tuple[list[Any], list[Any], list[Any]]
+        lies = (self.case.queries, self.case.queries, self.case.keys, self.case.keys)
+        _, dq, dk, dv = ([0.0] * groups for _, groups in lies)  # type: tuple[Any, list[Any], list[Any], list[Any]]
         for here, blocks in self.blocks.items():
             for (there, _), run in zip(blocks, self.backward(here, dout), strict=True):
                 add_q, add_k, add_v = run()
                 dq[here], dk[there], dv[there] = dq[here] + add_q, dk[there] + add_k, dv[there] + add_v
         parts = ([out for out, _ in self.results.values()], dq, dk, dv)
-        return [self.case.layout.restore(jnp.concatenate(part, axis=1), self.case.devices, 1) for part in parts]
+        return [lie[0].restore(jnp.concatenate(x, axis=1), lie[1], 1) for x, lie in zip(parts, lies, strict=True)]
 
     def seconds(self) -> tuple[np.ndarray, np.ndarray]:
         """Of every block (device × step), forward and backward."""
@@ -141,13 +163,24 @@ def _gradients(kernel: Kernel, q: Any, out: Any, lse: Any, dout: Any, k: Any, v:
 
 
 def replay(
-    q: Any, k: Any, v: Any, dout: Any, *, kernel: Kernel, layout: Layout, mask: Mask, members: int
+    *inputs: Any, kernel: Kernel, layout: Layout, mask: Mask, members: int, strategy: Strategy = RING
 ) -> tuple[Any, ...]:
-    """out, dq, dk and dv of a ring, its members one after the other on one device: for checks on a single GPU."""
-    shape = problem.Shape(q.shape[2], k.shape[2], q.shape[3], str(q.dtype))
-    case = Case(layout, mask, members, q.shape[1], shape=shape)
-    ring = Blocks(case, range(members), kernel, problem.Inputs(q, k, v, dout))
-    return tuple(x.astype(like.dtype) for x, like in zip(ring.answer(ring.dout), (q, q, k, v), strict=True))
+    """out, dq, dk and dv from q, k, v and dout on a ring, its members one after the other: for checks on a single GPU.
+
+    With a strategy, shares of the heads come one after the other, and gradients of a key head's copies are added up.
+    """
+    q, k = inputs[:2]
+    copies = strategy.key_copies(q.shape[2], k.shape[2])
+    repeated = [jnp.repeat(jnp.asarray(x), n, axis=2) for x, n in zip(inputs, (1, copies, copies, 1), strict=True)]
+    shares = []
+    for some in zip(*(jnp.split(x, strategy.heads, axis=2) for x in repeated), strict=True):
+        shape = problem.Shape(some[0].shape[2], some[1].shape[2], q.shape[3], str(q.dtype))
+        case = Case(layout, mask, members, q.shape[1], shape=shape, strategy=strategy)
+        ring = Blocks(case, range(case.queries[1]), kernel, problem.Inputs(*some))
+        shares.append(ring.answer(ring.dout))
+    out, dq, *dkv = (jnp.concatenate(x, axis=2) for x in zip(*shares, strict=True))
+    dk, dv = (x.reshape(*x.shape[:2], -1, copies, x.shape[3]).sum(axis=3) for x in dkv)
+    return tuple(x.astype(q.dtype) for x in (out, dq, dk, dv))
 
 
 class Core:

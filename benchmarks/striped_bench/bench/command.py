@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from striped_attention.errors import UsageError
-from striped_attention.options import Numbers, Path, Texts, Whole, parse_layouts
+from striped_attention.options import Numbers, Path, Texts, Whole, parse_layouts, parse_mask
 from striped_attention.runtime.hardware import HARDWARE
+from striped_attention.strategies.strategy import AUTO, parse_strategy
 
 Preset = Literal["1b", "3b", "7b", "llama3-8b", "debug"]
 Presets = Annotated[
@@ -31,10 +32,11 @@ class BenchConfig:
     prefixes. overhead: what is not attention in a layer. scale: long sequences and large models, measured as far as
     the machine goes, planned beyond. decode: a token with a sequence in the cache. peers: other libraries.
 
-    On one NVIDIA GPU. gpu: attention as the members of a ring would run it; the program is the real one for that many
-    GPUs, only the interconnect is missing. overlap: which transfers of these programs are hidden behind attention;
-    nothing is run. step: whole training steps as the members of a ring would run them. masks and tiles, with
-    --platform gpu: the kernel xla, which does what cudnn cannot. decode, with --platform gpu: prefill and decoding.
+    On one NVIDIA GPU. gpu: attention as the members of a ring would run it, by strategy, mask, kernel and layout; the
+    program is the real one for that many GPUs, only the interconnect is missing, and what transfers would take is
+    planned beside it. overlap: which transfers of these programs are hidden behind attention; nothing is run. step:
+    whole training steps as the members of a ring would run them. masks and tiles, with --platform gpu: the kernel xla,
+    which does what cudnn cannot. decode, with --platform gpu: prefill and decoding.
     """
 
     suite: tyro.conf.Positional[
@@ -48,13 +50,22 @@ class BenchConfig:
     """Tokens of the whole sequence. Default: up to 16384 on CPUs, 16777216 for scale; on GPUs 65536 262144 524288
     786432 1048576, for step 65536 262144."""
     layouts: Texts = None
-    """On CPUs: like striped(1) striped(256) zigzag; contiguous always is timed beside them.
-    Default: for layouts stripes of 1 16 64 256 512, and zigzag; fewer for others."""
+    """Like striped(1) striped(256) zigzag; on CPUs contiguous always is timed beside them. Default: for layouts stripes
+    of 1 16 64 256 512, and zigzag; fewer for others; for gpu contiguous striped(1) zigzag."""
     tiles: Numbers = None
     """tiles: sides of the kernel's tiles. Default: 16 32 64 128 256 512 1024."""
     masks: Texts = None
-    """masks and tiles: like causal, window(1024), prefix(2048), documents(256) with lengths that are log-normal around
-    256, or documents(256, 0) all of 256. Default: some of each; for tiles causal."""
+    """masks, tiles and gpu: like causal, window(1024), prefix(2048), documents(256) with lengths that are log-normal
+    around 256, or documents(256, 0) all of 256. Default: some of each; for tiles and gpu causal."""
+    strategies: Texts = None
+    """gpu and step: how queries and keys of different GPUs meet, as in `striped train`: ring, heads, gather, sizes of
+    groups like heads=2 or heads=2,gather=2, or auto. Default: ring."""
+    kernels: Texts = None
+    """gpu and step: attention kernels, of cudnn, hopper and xla. What a kernel cannot do is left out of gpu, and says
+    why. Default: cudnn."""
+    text: Annotated[Literal["documents", "whole"] | None, tyro.conf.arg(help_behavior_hint="")] = None
+    """step: whether sequences are packed with documents, of about 1800 tokens, or each is one text; cudnn knows no
+    documents. Default: whole."""
     platform: Annotated[Literal["cpu", "gpu"] | None, tyro.conf.arg(help_behavior_hint="")] = None
     """masks and tiles: what runs the kernel xla; decode: what runs the model. A GPU is given more heads, in bfloat16,
     and longer sequences. Default: cpu."""
@@ -106,7 +117,7 @@ class BenchConfig:
 
 def _check(options: dict[str, Any], least: int) -> None:
     """Raise if a value breaks its option's rule."""
-    some = {"peers": SUITES["peers"]["peers"], "hardware": tuple(HARDWARE)}
+    some = {"peers": SUITES["peers"]["peers"], "hardware": tuple(HARDWARE), "kernels": ("cudnn", "hopper", "xla")}
     heads = "written like 32:8, query heads : key heads, the first a multiple of the second"
     rules: dict[str, tuple[Callable[[Any], Any], str]] = {
         **dict.fromkeys(("chunk", "rounds", "tiles", "batch"), (lambda size: size >= 1, "at least 1")),
@@ -128,6 +139,13 @@ def _check(options: dict[str, Any], least: int) -> None:
             lengths = ", ".join(map(str, options["lengths"]))
             raise UsageError(f"{rule}; got {members} members and lengths {lengths}.")
     parse_layouts(options.get("layouts", ()))
+    for text in options.get("masks", ()):
+        parse_mask(text, length=1)
+    for text in options.get("strategies", ()):
+        try:
+            text == AUTO or parse_strategy(text)
+        except ValueError as error:
+            raise UsageError(f"--strategies: {error}") from error
 
 
 def run(config: BenchConfig) -> None:

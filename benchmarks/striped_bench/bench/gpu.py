@@ -1,8 +1,11 @@
-"""The suites `gpu` and `overlap`: what every member of a ring of GPUs would take, measured on one (see `mock.py` how).
+"""The suites `gpu` and `overlap`: what every device of a ring of GPUs would take, measured on one (see `mock.py` how).
 
-A member takes as long as its arithmetic, and so does a ring if transfers are hidden: `hidden` says how many are, in the
-schedule of the real program, and `hop_seconds` what one takes on a real interconnect. `overlap` says which transfers
-are hidden, and runs nothing.
+A case is a ring (devices, tokens, heads), a mask, a kernel, a strategy and a layout. Its `seconds` are those of the
+device with the most tiles, whose program has no transfers left in it; and so long a ring takes if transfers are hidden.
+`hidden` says how many are, in the schedule of the real program, and `planned_...` what the planner's cost model expects
+of transfers: seconds on the interconnect, and how many of them the arithmetic does not hide. Where documents are
+packed, another device may be the busiest at each step of a ring: `critical_path` is how many times the tiles of the
+busiest device all steps together take then. `overlap` says which transfers are hidden, and runs nothing.
 """
 
 import dataclasses
@@ -10,7 +13,7 @@ import functools
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,42 +21,102 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import striped_attention as sa
+from striped_attention.core.layout import parse_layout
+from striped_attention.errors import UsageError
 from striped_attention.kernels.choice import KERNELS
+from striped_attention.kernels.contract import make_request
 from striped_attention.kernels.cudnn import binding as cudnn
+from striped_attention.options import parse_mask
 from striped_attention.runtime.compiler import compiler_options
-from striped_attention.runtime.schedule import transfers
+from striped_attention.runtime.hardware import hardware_of
+from striped_attention.runtime.schedule import Transfer, transfers
+from striped_attention.strategies.choice import TileCount, assess, choose_strategy
+from striped_attention.strategies.strategy import AUTO, parse_strategy
+from striped_attention.strategies.timeline import passes
+from striped_attention.strategies.workload import Workload
 from striped_bench.bench import mock, profile
 from striped_bench.bench.blocks import replay
+from striped_bench.bench.problem import visible_pairs
 from striped_bench.bench.run import Options, Progress, Record, Row, grouped, keep, require, seconds, tabulate
 
 LAYOUTS = (sa.contiguous(), sa.striped(), sa.zigzag())
 DIM = 128
+OPTIONS = ("members", "lengths", "heads", "masks", "kernels", "strategies", "layouts")  # in the order of a case
+RING = ("members", "length", "heads", "mask")  # what is timed in turns
+PLANNED = ("planned_for", "planned_transfer_seconds", "planned_exposed_seconds", "critical_path")
+NEARLY = 0.9  # of the most tiles: the first and the last device are timed too if they have so many
 WIRES = {"NVLink 4 (450 GB/s each way)": 450e9, "InfiniBand NDR (50 GB/s a GPU)": 50e9}
 TOLERANCE = 0.01  # relative, in bfloat16; rounding makes 0.004
 LONGEST = 262_144  # tokens that one GPU is given; it does not get faster with more
 BATCHES = 3
 SECONDS = 0.3  # of work in a batch, at least
-LONG = 5.0  # seconds of all batches together, of which one will do
-GUESS = 5e14  # FLOP/s, to know beforehand how long something takes
+LONG = 5.0  # seconds of all programs together, of which one batch will do
 Run = tuple[Row, str, Callable[[], Any], float]  # where its times go, forward or both, what is timed, its FLOPs
+
+
+class Case(NamedTuple):
+    """What is measured, as rows name it."""
+
+    members: int
+    length: int
+    heads: str
+    mask: str = "causal"
+    kernel: str = "cudnn"
+    strategy: str = "ring"
+    layout: str = "striped(1)"
+
+    @property
+    def head_counts(self) -> tuple[int, int]:
+        heads, kv_heads = map(int, self.heads.split(":"))
+        return heads, kv_heads
+
+    def small(self) -> "Case":
+        """The same with few tokens, to be checked."""
+        return self._replace(length=512 * self.members)
+
+    def workload(self) -> Workload:
+        """For the planner, on a device like the one that is here."""
+        device, mask, layout = jax.local_devices()[0], parse_mask(self.mask, self.length), parse_layout(self.layout)
+        query, key = (
+            jax.ShapeDtypeStruct((1, self.length // self.members, n, DIM), jnp.bfloat16) for n in self.head_counts
+        )
+        where = dict(platform=device.platform, device_kind=device.device_kind)
+        plain = make_request(query, key, mask=mask, layout=layout, devices=self.members, length=self.length, **where)
+        asked = self.strategy if self.strategy == AUTO else parse_strategy(self.strategy)
+        strategy = choose_strategy(asked, plain, self.kernel)
+        hardware = hardware_of(plain.platform, plain.device_kind)
+        return Workload(plain, mask, hardware, strategy, self.kernel, again=False)
+
+
+def of_row(row: Row) -> Case:
+    return Case(*(row[name] for name in Case._fields))
 
 
 def gpu(options: Options, result: Record) -> Progress:
     result["configuration"] |= {"dim": DIM, "dtype": "bfloat16"}
-    result["checks"] = list(mock.results(check, members=options["members"]))
+    asked = [options[name] for name in OPTIONS]
+    found = list(mock.results(plan, cases=list(itertools.starmap(Case, itertools.product(*asked)))))
+    result["refused"] = [row for row in found if "refused" in row]
+    yield from result["refused"]
+    rows = [row for row in found if "refused" not in row]
+    if not rows:
+        raise UsageError(f"Nothing of this can be measured. {result['refused'][0]['refused']}")
+    result["checks"] = list(mock.results(check, cases=[of_row(row) for row in rows]))
     result["gpu"] = result["checks"][0]["gpu"]
-    yield "answers checked: " + ", ".join(f"{c['members']} members {c['worst']:.1e}" for c in result["checks"])
-    result["timed_checks"] = [row for n in options["members"] for row in mock.results(check_timed, n, members=n)]
-    yield f"what will be timed, cudnn against xla: {max(c['worst'] for c in result['timed_checks']):.1e}"
+    yield f"answers checked: {len(result['checks'])} cases, {max(c['worst'] for c in result['checks']):.1e} at most"
+    result["timed_checks"] = []
+    for (n,), same in grouped(rows, "members").items():
+        result["timed_checks"] += mock.results(check_timed, n, rows=same)
+    yield f"what will be timed, against xla: {max(c['worst'] for c in result['timed_checks']):.1e}"
     result["ideal"], result["members"] = [], []
-    for members, heads, length in itertools.product(options["members"], options["heads"], options["lengths"]):
-        ideal, *rows = mock.results(ring, members, members=members, length=length, heads=heads)
+    for (n, *_), same in grouped(rows, *RING).items():
+        ideal, *timed = mock.results(measure, n, rows=same)
         result["ideal"].append(ideal)
-        for row in keep(result["members"], rows):
+        for row in keep(result["members"], timed):
             result["summary"] = summary(result)
             yield row
-    rates = ("tflops", "of_ideal", "over_contiguous", "bound", "hidden", "transfers")
-    yield tabulate(result["summary"], "members", "length", "heads", "layout", "forward", "both", *rates)
+    rates = ("tflops", "of_ideal", "over_contiguous", "planned_transfer_seconds", "planned_exposed_seconds")
+    yield tabulate(result["summary"], *Case._fields, "forward", "both", *rates, "hidden", "transfers")
 
 
 def overlap(options: Options, result: Record) -> Progress:
@@ -69,55 +132,103 @@ def overlap(options: Options, result: Record) -> Progress:
 
 
 def summary(result: Record) -> list[Row]:
-    """The busiest member of every ring, against one GPU and against the contiguous layout."""
+    """The busiest device of every case, against one GPU and against the contiguous layout."""
+    busiest: dict[Case, Row] = {}
+    for row in result["members"]:
+        case = of_row(row)
+        times = {kind: max(row[kind], busiest.get(case, row)[kind]) for kind in ("forward", "both")}
+        busiest[case] = {**busiest.get(case, row), **times}
     rows = []
-    for (members, length, heads), ring in grouped(result["members"], "members", "length", "heads").items():
-        case = {"members": members, "length": length, "heads": heads}
-        ideal = next(row for row in result["ideal"] if case.items() <= row.items())
-        layouts = {name: ranks for (name,), ranks in grouped(ring, "layout").items()}
-        busiest = {name: {k: max(r[k] for r in ranks) for k in ("forward", "both")} for name, ranks in layouts.items()}
-        for name, times in busiest.items():
-            first = layouts[name][0]
-            rates = {k: first[f"{k}_flops"] / taken for k, taken in times.items()}
-            hops = {"hop": first["hop_bytes"], "backward_hop": 3 * first["hop_bytes"]}  # with sums in float32
-            rows.append(
-                {
-                    **{**case, "layout": name, **times, "bound": 2 - 1 / members},
-                    "ideal_length": ideal["ideal_length"],
-                    "tflops": {k: rate / 1e12 for k, rate in rates.items()},
-                    "of_ideal": {k: rate / ideal[f"{k}_rate"] for k, rate in rates.items()},
-                    "over_contiguous": {k: busiest["contiguous()"][k] / taken for k, taken in times.items()},
-                    **{f"{hop}_bytes": size for hop, size in hops.items()},
-                    **{f"{hop}_seconds": {w: size / v for w, v in WIRES.items()} for hop, size in hops.items()},
-                    **{"hidden": first["hidden"], "transfers": first["transfers"]},
-                }
-            )
+    for case, row in busiest.items():
+        ideal = next(x for x in result["ideal"] if all(x[name] == row[name] for name in RING))
+        times = {kind: row[kind] for kind in ("forward", "both")}
+        rates = {kind: row[f"{kind}_flops"] / taken for kind, taken in times.items()}
+        hops = {"hop": row["hop_bytes"], "backward_hop": 3 * row["hop_bytes"]}  # with sums in float32
+        base = busiest.get(case._replace(layout="contiguous()"))
+        rows.append(
+            {
+                **{**case._asdict(), **times, "ideal_length": ideal["ideal_length"]},
+                "bound": 2 - 1 / case.members if (case.mask, case.strategy) == ("causal", "ring") else None,
+                "tflops": {kind: rate / 1e12 for kind, rate in rates.items()},
+                "of_ideal": {kind: rate / ideal[f"{kind}_rate"] for kind, rate in rates.items()},
+                "over_contiguous": base and {kind: base[kind] / taken for kind, taken in times.items()},
+                **{f"{hop}_bytes": size for hop, size in hops.items()},
+                **{f"{hop}_seconds": {w: size / v for w, v in WIRES.items()} for hop, size in hops.items()},
+                **{name: row[name] for name in ("hidden", "transfers", *PLANNED)},
+            }
+        )
     return rows
 
 
-def check(members: list[int]) -> Iterator[Row]:
-    """Rings of all sizes, replayed, against one GPU; raises if they differ by more than rounding."""
-    for count, layout in itertools.product(members, LAYOUTS):
-        q, dout, k, v = _random(512 * count, 4, 2)
-        truth = jax.jit(one_gpu)(q, k, v, dout)
-        ring = replay(q, k, v, dout, kernel=KERNELS["cudnn"], layout=layout, mask=sa.causal(), members=count)
-        worst = max(itertools.starmap(_apart, zip(ring, truth, strict=True)))
-        require(f"{layout!r} on {count} members, against one GPU,", worst, TOLERANCE)
-        yield {"members": count, "layout": repr(layout), "worst": worst, "gpu": mock.gpu()}
+def plan(cases: list[Case]) -> Iterator[Row]:
+    """Every case once, its strategy settled: which devices to time, what the planner expects; or why it cannot run."""
+    counts: dict[Any, TileCount] = {}
+    seen: set[Case] = set()
+    for case in cases:
+        try:
+            workload = case.workload()
+            count = counts.setdefault((case.mask, case.length), TileCount(workload.mask, case.length))
+            found = assess(workload, count)
+        except (NotImplementedError, ValueError) as error:
+            yield {**case._asdict(), "refused": str(error)}
+            continue
+        case = case._replace(strategy=str(workload.strategy), layout=repr(workload.plain.layout))
+        if case in seen:
+            continue
+        seen.add(case)
+        tiles, messages = found.tiles.sum(axis=1), workload.messages
+        some = [group for group in (0, int(tiles.argmax()), len(tiles) - 1) if tiles[group] > NEARLY * tiles.max()]
+        forward, backward = passes(workload, found.chosen, found.tiles, found.needed)
+        alone = [dataclasses.replace(one, sent=0 * one.sent, exposed=0.0) for one in (forward, backward)]
+        wire = [float(one.sent.sum() / one.wire + one.exposed) for one in (forward, backward)]
+        exposed = [one.seconds() - still.seconds() for one, still in zip((forward, backward), alone, strict=True)]
+        yield {
+            **case._asdict(),
+            "ranks": sorted({group * workload.strategy.heads for group in some}),
+            "hop_bytes": messages.hop if messages.hops else 0,
+            "critical_path": found.critical_path / int(tiles.max()),
+            "planned_for": workload.hardware.name,
+            "planned_transfer_seconds": {"forward": wire[0], "both": sum(wire)},
+            "planned_exposed_seconds": {"forward": exposed[0], "both": sum(exposed)},
+        }
 
 
-def check_timed(members: int, kernels: tuple[str, str] = ("cudnn", "xla")) -> Iterator[Row]:
-    """The programs that will be timed, keys and sums at home, with both kernels; raises if they differ."""
-    parts = _random(512, 4, 2)
-    for layout in LAYOUTS:
-        found = []
-        for kernel in kernels:
-            _, both, (q, dout, k, v) = _program(layout, members, parts, members - 1, kernel)
-            with mock.keys_at_home(sums=True):
-                found.append(jax.tree.leaves(_compile(both, q, k, v, dout)(q, k, v, dout)))
-        worst = max(_apart(*(x.addressable_data(0) for x in pair)) for pair in zip(*found, strict=True))
-        require(f"{layout!r} on {members} members, {kernels[0]} against {kernels[1]},", worst, TOLERANCE)
-        yield {"members": members, "layout": repr(layout), "rank": members - 1, "worst": worst}
+def check(cases: list[Case]) -> Iterator[Row]:
+    """Every case with few tokens, replayed, against one GPU with `xla`; raises if they differ by more than rounding."""
+    truths: dict[Any, Any] = {}
+    for case in dict.fromkeys(case.small() for case in cases):
+        q, dout, k, v = _random(case.length, *case.head_counts)
+        mask, where = parse_mask(case.mask, case.length), (case.members, case.heads, case.mask)
+        if where not in truths:
+            alone = dict(kernel=KERNELS["xla"], layout=sa.contiguous(), members=1)
+            truths[where] = replay(q, k, v, dout, mask=mask, **alone)
+        ring: Row = dict(layout=parse_layout(case.layout), members=case.members, strategy=case.workload().strategy)
+        found = replay(q, k, v, dout, mask=mask, kernel=KERNELS[case.kernel], **ring)
+        worst = max(itertools.starmap(_apart, zip(found, truths[where], strict=True)))
+        require(f"{_name(case)}, against one GPU,", worst, TOLERANCE)
+        yield {**case._asdict(), "worst": worst, "gpu": mock.gpu()}
+
+
+def check_timed(rows: list[Row], reference: str = "xla") -> Iterator[Row]:
+    """The programs that will be timed, with few tokens, against those with another kernel; raises if they differ."""
+    truths: dict[Case, Any] = {}
+    for case, rank in dict.fromkeys((of_row(row).small(), row["ranks"][-1]) for row in rows):
+        parts = _random(512, *case.head_counts)
+
+        def answer(case: Case, parts: list[Any] = parts, rank: int = rank) -> list[Any]:
+            member = Member(case, parts, rank)
+            out = jax.tree.leaves(member.timed(member.both)())
+            return [x.addressable_data(0) for x in out]
+
+        other = case._replace(kernel=reference)
+        truths[other] = truths.get(other) or answer(other)
+        worst = max(itertools.starmap(_apart, zip(answer(case), truths[other], strict=True)))
+        require(f"{_name(case)}, against {reference},", worst, TOLERANCE)
+        yield {**case._asdict(), "rank": rank, "worst": worst}
+
+
+def _name(case: Case) -> str:
+    return f"{case.layout} on {case.members} members, {case.strategy}, {case.mask}, {case.kernel}"
 
 
 def _apart(a: Any, b: Any) -> float:
@@ -125,43 +236,45 @@ def _apart(a: Any, b: Any) -> float:
     return float(np.linalg.norm(a - b) / np.linalg.norm(b))
 
 
-def ring(members: int, length: int, heads: str) -> list[Row]:
-    """One GPU with the whole sequence; then, by layout, a ring's last member, and the first if it has other work."""
-    q_heads, kv_heads = map(int, heads.split(":"))
-    flops = lambda tokens: 4 * tokens * tokens / 2 * q_heads * DIM  # noqa: E731  forward; backward 2.5 times as many
-    case = {"members": members, "length": length, "heads": heads}
-    single, slots = min(length, LONGEST), length // members
-    q, dout, k, v = _random(single, q_heads, kv_heads)
+def measure(rows: list[Row]) -> list[Row]:
+    """One GPU with the whole sequence, causal, with cuDNN; then some devices of every case of a ring and a mask."""
+    first = of_row(rows[0])
+    heads, kv_heads = first.head_counts
+    flops = lambda pairs: 4.0 * pairs * heads * DIM  # noqa: E731  forward; backward 2.5 times as many
+    single = min(first.length, LONGEST)
+    q, dout, k, v = _random(single, heads, kv_heads)
     alone = jax.jit(functools.partial(cudnn.forward, scale=DIM**-0.5, causal=True))
-    rows: list[Row] = [{**case, "ideal_length": single}]
-    runs: list[Run] = [(rows[0], "forward", functools.partial(alone, q, k, v), flops(single))]
-    runs += [(rows[0], "both", functools.partial(jax.jit(one_gpu), q, k, v, dout), 3.5 * flops(single))]
-    parts = _random(slots, q_heads, kv_heads)
-    for layout in LAYOUTS:
+    found: list[Row] = [{**{name: rows[0][name] for name in RING}, "ideal_length": single}]
+    work = flops(single * single / 2)
+    runs: list[Run] = [(found[0], "forward", functools.partial(alone, q, k, v), work)]
+    runs += [(found[0], "both", functools.partial(jax.jit(one_gpu), q, k, v, dout), 3.5 * work)]
+    parts = _random(first.length // first.members, heads, kv_heads)
+    work = flops(visible_pairs(parse_mask(first.mask, first.length), first.length)) / first.members
+    for row in rows:
         real = None
-        for rank in (members - 1,) if layout == sa.contiguous() else (0, members - 1):
-            attend, both, (q, dout, k, v) = _program(layout, members, parts, rank)
-            real = real or _compile(both, q, k, v, dout)  # the same for every member
-            sent, memory = transfers(str(real.as_text())), real.memory_analysis().temp_size_in_bytes
-            row = {**case, "layout": repr(layout), "rank": rank, "temporary_bytes": memory}
-            row |= {"transfers": len(sent), "hidden": sum(t.hidden for t in sent)}
-            rows.append({**row, "hop_bytes": 2 * slots * kv_heads * DIM * 2})
-            with mock.keys_at_home():
-                timed = _compile(attend, q, k, v), _compile(both, q, k, v, dout)
-            runs += [(rows[-1], "forward", functools.partial(timed[0], q, k, v), flops(length) / members)]
-            runs += [(rows[-1], "both", functools.partial(timed[1], q, k, v, dout), 3.5 * flops(length) / members)]
+        for rank in row["ranks"]:
+            member = Member(of_row(row), parts, rank)
+            real = real or _compile(member.both, *member.arguments)  # the same for every device
+            sent, memory = _transfers(real), real.memory_analysis().temp_size_in_bytes
+            new = {**row, "rank": rank, "temporary_bytes": memory}
+            found.append(new | {"transfers": len(sent), "hidden": sum(t.hidden for t in sent)})
+            runs += [(found[-1], "forward", member.timed(member.attend), work)]
+            runs += [(found[-1], "both", member.timed(member.both), 3.5 * work)]
     _measure(runs)
-    return rows
+    return found
+
+
+def _transfers(program: Any) -> list[Transfer]:
+    kinds = ("collective-permute", "all-to-all", "all-gather", "reduce-scatter")
+    return [transfer for kind in kinds for transfer in transfers(str(program.as_text()), kind)]
 
 
 def _measure(runs: list[Run]) -> None:
     """Put times, FLOPs and profiles into rows. Runs take turns: a GPU that grows warm and slow is so for everybody."""
-    for _, _, call, _ in runs:
-        seconds(call)  # warm up
-    long = sum(flops for *_, flops in runs) / GUESS > LONG
-    for _ in range(1 if long else BATCHES):
-        for row, kind, call, flops in runs:
-            taken = seconds(call, times=max(1, int(SECONDS * GUESS / flops)))
+    warm = [min(seconds(call) for _ in range(2)) for _, _, call, _ in runs]
+    for _ in range(1 if sum(warm) > LONG else BATCHES):
+        for (row, kind, call, _), once in zip(runs, warm, strict=True):
+            taken = seconds(call, times=max(1, int(SECONDS / once)))
             row.setdefault("samples", {}).setdefault(kind, []).append(taken)
     for row, kind, call, flops in runs:
         taken = statistics.median(row["samples"][kind])
@@ -174,30 +287,48 @@ def schedule(members: int, length: int, heads: str) -> Iterator[Row]:
     """The transfers of the forward and backward pass, compiled for a ring with every layout."""
     parts = _random(length // members, *map(int, heads.split(":")))
     for layout in LAYOUTS:
-        _, both, (q, dout, k, v) = _program(layout, members, parts, rank=0)
-        sent = transfers(str(_compile(both, q, k, v, dout).as_text()))
+        member = Member(Case(members, length, heads, layout=repr(layout)), parts, rank=0)
+        sent = transfers(str(_compile(member.both, *member.arguments).as_text()))
         yield {"layout": repr(layout), "transfers": [dataclasses.asdict(t) for t in sent]}
 
 
-def _program(layout: Any, members: int, parts: list[Any], rank: int, kernel: str = "cudnn") -> Any:
-    """Attention, attention with its gradients, and the arguments of which a member of a ring has these parts."""
-    devices = np.roll(np.array(jax.devices()[:members]), rank)  # the first, which exists, is the member `rank`
-    mesh = Mesh(devices, ("sequence",))
-    sharding = NamedSharding(mesh, PartitionSpec(None, "sequence"))
+class Member:
+    """What one device of a ring runs, attention and attention with its gradients, and its parts of the arguments."""
 
-    def everywhere(x: Any) -> Any:
-        copies = [jax.device_put(x, device) for device in mesh.local_devices]
-        return jax.make_array_from_single_device_arrays((1, members * x.shape[1], *x.shape[2:]), sharding, copies)
+    def __init__(self, case: Case, parts: list[Any], rank: int) -> None:
+        self.case, self.layout = case, parse_layout(case.layout)
+        devices = np.roll(np.array(jax.devices()[: case.members]), rank)  # the first, which exists, is number `rank`
+        self.mesh = Mesh(devices, ("sequence",))
+        self.mask = parse_mask(case.mask, case.length).permute(self.layout, case.members)
+        mask = jax.tree.map(self._place, self.mask)
+        q, dout, k, v = map(self._everywhere, parts)
+        self.arguments = (q, k, v, mask, dout)
 
-    def attend(q: Any, k: Any, v: Any) -> Any:
-        where = dict(mesh=mesh, axis_name="sequence", layout=layout, kernel=kernel)
-        return sa.attention(q, k, v, mask=sa.causal(), **where)
+    def attend(self, q: Any, k: Any, v: Any, mask: Any, *_: Any) -> Any:
+        where: Row = dict(mesh=self.mesh, axis_name="sequence", layout=self.layout, kernel=self.case.kernel)
+        return sa.attention(q, k, v, mask=mask, strategy=parse_strategy(self.case.strategy), **where)
 
-    def both(q: Any, k: Any, v: Any, dout: Any) -> Any:
-        out, pull = jax.vjp(attend, q, k, v)
+    def both(self, q: Any, k: Any, v: Any, mask: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(lambda q, k, v: self.attend(q, k, v, mask), q, k, v)
         return out, pull(dout)
 
-    return attend, both, [everywhere(x) for x in parts]
+    def timed(self, function: Any) -> Callable[[], Any]:
+        """A call of one of the two, compiled with stand-ins for everything that would be sent."""
+        arguments = self.arguments if function == self.both else self.arguments[:-1]
+        with mock.at_home(self.mask, sums=False):
+            return functools.partial(_compile(function, *arguments), *arguments)
+
+    @property
+    def _sharding(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec(None, "sequence"))
+
+    def _place(self, x: Any) -> Any:
+        return jax.make_array_from_callback(x.shape, self._sharding, lambda index: x[index])
+
+    def _everywhere(self, x: Any) -> Any:
+        copies = [jax.device_put(x, device) for device in self.mesh.local_devices]
+        shape = (1, self.case.members * x.shape[1], *x.shape[2:])
+        return jax.make_array_from_single_device_arrays(shape, self._sharding, copies)
 
 
 def _compile(function: Any, *arguments: Any) -> Any:

@@ -1,14 +1,16 @@
-"""Mock: one member of a ring of GPUs, on one GPU.
+"""Mock: one device of a ring of GPUs, on one GPU.
 
 JAX can pretend that there are N GPUs (`jax_mock_gpu_topology`): it compiles the real program for N, and runs the part
-of one member. A transfer then takes no time and brings whatever lay in memory, mostly zeros and NaN, on which a GPU is
-faster. So in the program that is timed a member keeps what it would send: a copy on the GPU stands for the transfer.
+of one device. A transfer then takes no time and brings whatever lay in memory, mostly zeros and NaN, on which a GPU is
+faster. So in the program that is timed a device keeps what it would send (`at_home`):
 
-    sent in the ring             stands in                                       with
-    k and v                      its own, heads in another order                 keys_at_home
-    sums of dk and dv            its own, heads in another order                 all_at_home
-    shards of weights            its own, as often as there are members          all_at_home
-    sums of weights' gradients   its own part of what it would add to the sum    all_at_home
+    collective                          stand-in
+    ppermute of k and v                 its own, heads in another order
+    ppermute of sums of dk and dv       its own; with `sums` heads in another order, a copy like that of k and v
+    all_to_all                          its own pieces, as if it had received them
+    all_gather of keys or weights       its own, once for every device of the group
+    all_gather of the mask's ranges     the real ones of the group: the amount of work depends on them
+    psum_scatter                        its own part of what it would add to the sum
 
 Small sums over the ring (loss, norms) are left alone: only the optimiser sees them.
 """
@@ -21,15 +23,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from striped_attention.core.mask import Mask
 from striped_attention.errors import UsageError
 from striped_attention.kernels.cudnn import binding as cudnn
-from striped_attention.models import stages as parallel
-from striped_attention.models.stages import AXES
 from striped_attention.runtime.record import usable_cores
-from striped_attention.strategies import ring
-from striped_attention.strategies.problem import Problem
 from striped_bench.bench.workers import Team
 
 
@@ -41,7 +41,7 @@ class Task:
             os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_shard_autotuning=false"
             jax.config.update("jax_mock_gpu_topology", f"{mocked}x1x1")
         if (reason := cudnn.unavailable()) is not None:
-            raise UsageError(f"This suite measures the cudnn kernel. {reason}")
+            raise UsageError(f"This suite measures cuDNN, at least to compare with. {reason}")
         self._results = iter(function(**options))
 
     def next(self) -> Any:
@@ -56,48 +56,58 @@ def results(function: Callable[..., Iterable[Any]], mocked: int | None = None, *
 
 
 @contextlib.contextmanager
-def keys_at_home(sums: bool = False) -> Iterator[None]:
-    """Let members keep their keys and values instead of sending them, and with `sums` those of dk and dv too."""
-    send = ring.send
+def at_home(mask: Mask | None = None, sums: bool = True) -> Iterator[None]:
+    """Trace programs whose devices keep what they would send; see above. `mask` is the whole one, in layout order."""
 
-    def stay(problem: Problem, x: Any, places: int) -> Any:
-        sent = lambda leaf: leaf.dtype == jnp.float32 and not sums  # noqa: E731
-        return jax.tree.map(lambda leaf: send(problem, leaf, places) if sent(leaf) else lax.rev(leaf, (2,)), x)
+    def ppermute(x: Any, axis_name: Any, perm: Any) -> Any:
+        return lax.rev(x, (2,)) if sums or x.dtype != jnp.float32 else lax.optimization_barrier(x)
 
+    def all_to_all(
+        x: Any, axis_name: Any, split_axis: int, concat_axis: int, *, tiled: bool, axis_index_groups: Any = None
+    ) -> Any:
+        assert tiled
+        pieces = jnp.split(x, _groups(axis_name, axis_index_groups).shape[1], axis=split_axis)
+        return lax.optimization_barrier(jnp.concatenate(pieces, axis=concat_axis))
+
+    def all_gather(x: Any, axis_name: Any, *, axis: int, tiled: bool, axis_index_groups: Any = None) -> Any:
+        assert tiled
+        groups = _groups(axis_name, axis_index_groups)
+        own = lax.optimization_barrier(jnp.concatenate([x] * groups.shape[1], axis=axis))
+        return _ranges(mask, own, axis_name, groups) if x.dtype == jnp.int32 else own
+
+    def psum_scatter(
+        x: Any, axis_name: Any, *, scatter_dimension: int, tiled: bool, axis_index_groups: Any = None
+    ) -> Any:
+        assert tiled
+        parts = _groups(axis_name, axis_index_groups).shape[1]
+        size = x.shape[scatter_dimension] // parts
+        first = lax.axis_index(axis_name) % parts * size
+        return lax.dynamic_slice_in_dim(lax.optimization_barrier(x), first, size, scatter_dimension)
+
+    # Barriers, because a compiler that knew what the stand-ins are made of could do with a part of the arithmetic.
+    stand_ins: dict[str, Any] = dict(
+        ppermute=ppermute, all_to_all=all_to_all, all_gather=all_gather, psum_scatter=psum_scatter
+    )
     jax.clear_caches()  # before and after: this is no argument that JAX could see
     try:
-        with unittest.mock.patch.object(ring, "send", stay):
+        with unittest.mock.patch.multiple(lax, **stand_ins):
             yield
     finally:
         jax.clear_caches()
 
 
-@contextlib.contextmanager
-def all_at_home() -> Iterator[None]:
-    """Let members keep keys, values and the sums of their gradients, and work with their own shards of weights."""
+def _groups(axis_name: Any, groups: Any) -> np.ndarray:
+    """The devices that exchange something with each other, a row for each group."""
+    return np.array([range(lax.axis_size(axis_name))] if groups is None else groups, np.int32)
 
-    # Barriers, because a compiler that knew what the stand-ins are made of could do with a part of the arithmetic.
-    def gather(shards: Any, dims: Any, dtype: Any) -> Any:
-        def one(shard: Any, dim: int | None) -> Any:
-            if dim is None:
-                return lax.pcast(shard.astype(dtype), AXES.everything, to="varying")
-            copies = [shard.astype(dtype)] * lax.axis_size(AXES.everything)
-            return lax.optimization_barrier(jnp.concatenate(copies, axis=dim))
 
-        return tuple(map(one, shards, dims))
-
-    def scatter(total: Any, dims: Any) -> Any:
-        def one(x: Any, dim: int | None) -> Any:
-            if dim is None:
-                return lax.psum(x, AXES.everything)
-            size = x.shape[dim] // lax.axis_size(AXES.everything)
-            first = lax.axis_index(AXES.everything) * size
-            return lax.dynamic_slice_in_dim(lax.optimization_barrier(x), first, size, dim)
-
-        return tuple(map(one, total, dims))
-
-    with keys_at_home(sums=True), unittest.mock.patch.multiple(parallel, _gather=gather, _scatter=scatter):
-        yield
+def _ranges(mask: Mask | None, own: Any, axis_name: Any, groups: np.ndarray) -> Any:
+    """What gathering the mask's only array, [rows, slots], would bring."""
+    (whole,) = map(np.asarray, jax.tree.leaves(mask))
+    group_of = groups[np.argsort(groups.reshape(-1)) // groups.shape[1]]  # by device
+    shards = whole.reshape(len(whole), groups.size, -1)
+    found = jnp.take(shards, jnp.take(group_of, lax.axis_index(axis_name), axis=0), axis=1)
+    return found.reshape(own.shape) + 0 * own  # varies over the mesh like `own`
 
 
 def gpu() -> dict[str, Any]:

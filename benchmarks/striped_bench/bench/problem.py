@@ -92,6 +92,12 @@ def sample_rows(length: int, count: int = 8) -> np.ndarray:
     return np.unique(np.maximum(spread, 0))
 
 
+def visible_pairs(mask: Mask, length: int) -> int:
+    """Pairs of a query and a key that the mask lets meet: useful work, for one head."""
+    lo, hi = mask.bounds(np.arange(length, dtype=np.int32), length)
+    return int(np.sum(np.maximum(hi - lo, 0), dtype=np.int64))
+
+
 def join(answers: Iterable[Answer]) -> Answer:
     """One answer in sequence order from the parts of several processes."""
     parts = list(answers)

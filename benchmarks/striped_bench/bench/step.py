@@ -1,18 +1,19 @@
 """The suite `step`: a whole training step of one member of a ring of GPUs, measured on one (see `mock.py` how).
 
-The step is that of `striped train`, optimiser included, on sequences without documents and in bfloat16. Rows are the
-last member, which has the most to do where tokens are contiguous, with each layout; with stripes also the first member;
-and the step *without attention*, so that the difference is what attention takes. Memory and transfers are those of the
-real program, which takes as long as the timed one and whatever transfers take that are not hidden: `hidden` counts the
-ring's that are, `wire_bytes` is all that a member sends. The check is a step on one GPU, `cudnn` against `xla`; rings
-are what the suite `gpu` checks.
+The step is that of `striped train`, optimiser included, in bfloat16, by kernel and strategy; rows say what the strategy
+`auto` became. Rows are the last member, which has the most to do where tokens are contiguous and the mask
+is causal, with each layout; with stripes also the first member; and the step *without attention*, so that the
+difference is what attention takes. Memory and transfers are those of the real program, which takes as long as the timed
+one and whatever transfers take that are not hidden: `hidden` counts the ring's that are, `wire_bytes` is all that a
+member sends. The check is a step on one GPU, each kernel against `xla`, and attention by every strategy, as in the
+suite `gpu`.
 """
 
 import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,19 +22,24 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
+import striped_attention as sa
+from striped_attention.core.mask import Mask, causal, packed
 from striped_attention.errors import UsageError
 from striped_attention.kernels.choice import choose
 from striped_attention.models.llama import PRESETS
 from striped_attention.models.stages import AXES
-from striped_attention.planning.cost import attention_flops, causal_pairs, estimate, matrix_flops
+from striped_attention.planning.cost import attention_flops, estimate, matrix_flops
 from striped_attention.runtime.hardware import peak_flops
 from striped_attention.runtime.schedule import transfers
 from striped_attention.training import data
 from striped_attention.training.config import TrainConfig
-from striped_attention.training.step import Inputs, Program
-from striped_bench.bench import mock
+from striped_attention.training.settle import settle
+from striped_attention.training.step import Program
+from striped_bench.bench import gpu, mock
+from striped_bench.bench.problem import visible_pairs
 from striped_bench.bench.run import Options, Progress, Record, Row, grouped, keep, require, seconds, tabulate
 
+RING = ("preset", "length", "members", "kernel", "text")
 SAMPLES = 3
 LONG = 2.0  # seconds of a step of which one sample will do
 TOLERANCE = 2e-2  # of loss and gradient norm, between kernels in bfloat16
@@ -41,18 +47,19 @@ WEIGHT_TOLERANCE = 0.1  # of a weight's gradient: rounding makes 0.01, a wrong m
 
 
 def step(options: Options, result: Record) -> Progress:
-    result["configuration"] |= {"batch": 1, "dtype": "bfloat16", "remat": TrainConfig.remat, "kernel": "cudnn"}
-    asked = {name: options[name] for name in ("presets", "members", "lengths")}
-    result["checks"] = list(mock.results(check, **asked))
+    result["configuration"] |= {"batch": 1, "dtype": "bfloat16", "remat": TrainConfig.remat}
+    result["checks"] = list(mock.results(check, **{name: options[name] for name in options if name != "chunk"}))
     result["gpu"] = result["checks"][0]["gpu"]
     result["steps"] = []
-    yield f"answers checked: a step on one GPU, cudnn against xla, {result['checks'][0]['worst']:.1e}"
-    for preset, length, members in itertools.product(options["presets"], options["lengths"], options["members"]):
-        case = {"preset": preset, "length": length, "members": members, "chunk": options["chunk"]}
+    yield f"answers checked: steps on one GPU, and strategies, {max(c['worst'] for c in result['checks']):.1e} at most"
+    shared = {name: options[name] for name in ("chunk", "strategies", "text")}
+    asked = (options[name] for name in ("presets", "lengths", "members", "kernels"))
+    for preset, length, members, kernel in itertools.product(*asked):
+        case = {"preset": preset, "length": length, "members": members, "kernel": kernel, **shared}
         for row in keep(result["steps"], mock.results(measure, members, **case)):
             result["summary"] = list(summary(result["steps"]))
             yield row
-    ring = ("preset", "length", "members", "layout")
+    ring = (*RING, "strategy", "layout")
     rates = ("seconds", "tokens_per_second_per_gpu", "mfu", "attention_share", "outside_attention_seconds")
     others = ("over_contiguous", "step_bound", "fits", "needed_bytes", "hidden", "transfers")
     yield tabulate(result["summary"], *ring, *rates, *others)
@@ -67,20 +74,23 @@ class Case(NamedTuple):
     chunk: int
     kernel: str
     devices: list[Any]
+    strategies: Sequence[str] = ("ring",)
+    text: str = "whole"
 
-    def program(self, layout: str, rank: int, attend: Any = None) -> Program:
+    def program(self, layout: str, rank: int, attend: Any = None, strategy: str = "ring") -> Program:
         """The training step with the first device as the member `rank`."""
         options: dict[str, Any] = dict(preset=self.preset, sequence_length=self.length, layout=layout)
-        config = TrainConfig(**options, chunk=self.chunk, kernel=self.kernel, strategy="ring")
+        config = TrainConfig(**options, chunk=self.chunk, kernel=self.kernel, strategy=strategy)
         mesh = Mesh(np.roll(np.array(self.devices), rank).reshape(1, self.members), AXES.everything)
-        return Program(config, mesh, attend, documents=False)
+        return Program(config, mesh, attend, documents=self.text == "documents")
 
     def rates(self, taken: float, attention: bool) -> dict[str, float | None]:
         """What a member does a second, and how much of that is useful work, against its device's best."""
         model = PRESETS[self.preset]
         flops = matrix_flops(model, self.length)
         if attention:
-            flops += attention_flops(model, causal_pairs(self.length))
+            mask = packed(self.length) if self.text == "documents" else causal()
+            flops += attention_flops(model, visible_pairs(mask, self.length))
         peak = peak_flops(self.devices[0].device_kind)
         mfu = None if peak is None else flops / self.members / taken / peak
         return {"tokens_per_second_per_gpu": self.length / self.members / taken, "mfu": mfu}
@@ -91,9 +101,9 @@ def without_attention(q: Any, k: Any, v: Any, mask: Any) -> Any:
     return q + jnp.repeat(k / 2 + v / 4, q.shape[2] // k.shape[2], axis=2)
 
 
-def measure(preset: str, length: int, members: int, chunk: int) -> Iterator[Row]:
+def measure(preset: str, length: int, members: int, chunk: int, kernel: str, **more: Any) -> Iterator[Row]:
     """The rows of a ring of GPUs."""
-    case = Case(preset, length, members, chunk, "cudnn", jax.devices())
+    case = Case(preset, length, members, chunk, kernel, jax.devices(), **more)
     return measure_case(case, mock.gpu()["memory_for_jax"])
 
 
@@ -101,24 +111,29 @@ def measure_case(case: Case, limit: int | None = None) -> Iterator[Row]:
     """Rows, in the order of how much they are worth if there is no time for all. `limit` is a device's memory."""
     last = case.members - 1
     parts = [("contiguous", last, True), ("striped", last, True), ("striped", last, False), ("striped", 0, True)]
-    real: dict[str, dict[str, Any]] = {}
+    real: dict[Any, dict[str, Any]] = {}
     fresh: dict[int, Any] = {}
-    for layout, rank, attention in parts:
-        program = case.program(layout, rank, None if attention else without_attention)
-        row: dict[str, Any] = {"preset": case.preset, "length": case.length, "members": case.members}
-        row |= {"layout": repr(program.compute.layout), "rank": rank, "attention": attention}
-        found = None
+    done = set()
+    for (layout, rank, attention), asked in itertools.product(parts, case.strategies):
+        program = case.program(layout, rank, None if attention else without_attention, asked)
+        strategy = program.config.strategy  # settled
+        if (part := (layout, rank, attention and strategy)) in done:
+            continue
+        done.add(part)
+        row: dict[str, Any] = {name: getattr(case, name) for name in RING}
+        row |= {"strategy": strategy, "layout": repr(program.compute.layout), "rank": rank, "attention": attention}
+        found, same = None, (layout, strategy)
         try:
-            if layout not in real:
-                real[layout] = _real(case.program(layout, rank))
-            if limit is None or real[layout]["needed_bytes"] <= limit:
+            if same not in real:
+                real[same] = _real(case.program(layout, rank, strategy=strategy))
+            if limit is None or real[same]["needed_bytes"] <= limit:
                 fresh[rank] = fresh.get(rank) or _fresh(program)
                 found = timed(program, fresh[rank])
-                found |= case.rates(found["seconds"], attention) | (real[layout] if attention else {})
+                found |= case.rates(found["seconds"], attention) | (real[same] if attention else {})
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-        needed = real.get(layout, {}).get("needed_bytes")
+        needed = real.get(same, {}).get("needed_bytes")
         yield row | ({"fits": False, "needed_bytes": needed} if found is None else {"fits": True, **found})
 
 
@@ -145,11 +160,11 @@ def _fresh(program: Program) -> Callable[[], Any]:
 
 def timed(program: Program, fresh: Callable[[], Any]) -> dict[str, Any]:
     """A step with stand-ins, from a fresh state: its seconds, and the most memory that this process has used so far."""
-    begun = time.perf_counter()
-    with mock.all_at_home():
+    begun, batch = time.perf_counter(), _batch(program)
+    with mock.at_home(_mask(program, batch)):
         compiled = program.compiled
     compiling = time.perf_counter() - begun
-    inputs = _inputs(program)
+    inputs = program.place(batch)
     times = sample(lambda: seconds(compiled, jax.block_until_ready(fresh()), inputs))
     memory = jax.local_devices()[0].memory_stats() or {}
     return {**times, "compile_seconds": compiling, "process_peak_bytes": memory.get("peak_bytes_in_use")}
@@ -163,23 +178,33 @@ def sample(once: Callable[[], float]) -> dict[str, Any]:
     return {"seconds": statistics.median(samples), "samples": samples, "warm_up_seconds": warm_up}
 
 
-def _inputs(program: Program) -> Inputs:
-    """Random tokens: a step takes as long with them as with any others."""
-    config = program.config
-    tokens = np.random.default_rng(0).integers(0, config.model.vocabulary, config.sequence_length + 1, np.int32)
-    corpus = data.Corpus(tokens, None, config.model.vocabulary, "random tokens")
-    return program.place(data.read(corpus, 0, program.rows, config.sequence_length, config.seed))
+def _batch(program: Program) -> data.Batch:
+    """Random tokens: a step takes as long with them as with any others. Documents are as long as in `striped plan`."""
+    config, length = program.config, program.config.sequence_length
+    tokens = np.random.default_rng(0).integers(1, config.model.vocabulary, length + 1, np.int32)
+    if program.documents:
+        first = np.unique(packed(length).lo)
+        tokens[first[1:] - 1] = 0
+    corpus = data.Corpus(tokens, 0 if program.documents else None, config.model.vocabulary, "random tokens")
+    return data.read(corpus, 0, program.rows, length, config.seed)
+
+
+def _mask(program: Program, batch: data.Batch) -> Mask:
+    """Of the whole sequence, in layout order."""
+    compute, mask = program.compute, sa.documents(batch.segments) if program.documents else causal()
+    return mask.permute(compute.layout, compute.devices)
 
 
 def summary(rows: list[Row]) -> Iterator[Row]:
     """The busiest member of every ring and layout. `bound` is what striping can be worth, `step_bound` in this step."""
-    for (_, _, members), ring in grouped(rows, "preset", "length", "members").items():
+    for (_, _, members, *_), ring in grouped(rows, *RING).items():
         outside = next((row["seconds"] for row in ring if row["fits"] and not row["attention"]), None)
-        layouts = grouped((row for row in ring if row["attention"]), "layout")
-        busiest = {name: max(ranks, key=lambda row: row.get("seconds", math.inf)) for (name,), ranks in layouts.items()}
-        contiguous, bound = busiest.get("contiguous()", {}).get("seconds"), 2 - 1 / members
-        least = contiguous and outside and outside + (contiguous - outside) / bound
-        for row in busiest.values():
+        layouts = grouped((row for row in ring if row["attention"]), "strategy", "layout")
+        busiest = {name: max(ranks, key=lambda row: row.get("seconds", math.inf)) for name, ranks in layouts.items()}
+        bound = 2 - 1 / members
+        for (strategy, _), row in busiest.items():
+            contiguous = busiest.get((strategy, "contiguous()"), {}).get("seconds")
+            least = contiguous and outside and outside + (contiguous - outside) / bound
             line = {name: value for name, value in row.items() if name not in ("attention", "samples")}
             if row["fits"]:
                 line["over_contiguous"] = contiguous and contiguous / row["seconds"]
@@ -189,33 +214,49 @@ def summary(rows: list[Row]) -> Iterator[Row]:
             yield {**line, "bound": bound}
 
 
-def check(presets: list[str], members: list[int], lengths: list[int]) -> Iterator[Row]:
-    """The kernel can do all that will be asked, and gives right answers on one GPU."""
-    for preset, count, length in itertools.product(presets, members, lengths):
-        config = TrainConfig(preset=preset, sequence_length=length, layout="contiguous", strategy="ring")  # type: ignore[arg-type]
-        layout = config.make_layout(count, False, jax.default_backend())
+def check(
+    presets: list[str], members: list[int], lengths: list[int], kernels: list[str], strategies: list[str], text: str
+) -> Iterator[Row]:
+    """The kernels can do all that is asked and give right answers on one GPU, and attention by every strategy does."""
+    documents, platform, kind = text == "documents", jax.default_backend(), jax.local_devices()[0].device_kind
+    cases = []
+    asked = itertools.product(presets, members, lengths, kernels, strategies, ("contiguous", "striped"))
+    for preset, count, length, kernel, strategy, name in asked:
+        options: dict[str, Any] = dict(preset=preset, sequence_length=length, layout=name, kernel=kernel)
+        config = TrainConfig(**options, strategy=strategy)
         try:
-            choose("cudnn", config.request(layout, count, False, jax.default_backend()))
+            config = settle(config, {"data": 1, "sequence": count}, documents, platform, kind)
+            layout = config.make_layout(count, documents, platform)
+            choose(kernel, config.request(layout, count, documents, platform))
         except NotImplementedError as error:
-            raise UsageError(f"--presets {preset}: {error}") from error
-    yield {**compare(answers("cudnn"), answers("xla")), "gpu": mock.gpu()}
+            raise UsageError(f"--presets {preset} --strategies {strategy}: {error}") from error
+        heads = f"{config.model.heads}:{config.model.kv_heads}"
+        mask = "documents(1800)" if documents else "causal"
+        cases.append(gpu.Case(count, length, heads, mask, kernel, config.strategy, repr(layout)))
+    for kernel in kernels:
+        found = compare(answers(kernel, documents), answers("xla", documents), kernel)
+        yield {"kernel": kernel, **found, "gpu": mock.gpu()}
+    yield from gpu.check(cases)
 
 
-def answers(kernel: str) -> dict[str, Any]:
+def answers(kernel: str, documents: bool = False) -> dict[str, Any]:
     """Of one step of a small model on one device: loss, norm of the gradient, and gradients up to a factor."""
     config = TrainConfig(preset="debug", dim=256, heads=4, kv_heads=2, sequence_length=1024, kernel=kernel)
-    program = Program(config, Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), AXES.everything), documents=False)
-    state, metrics = program.compiled(program.fresh_state(), _inputs(program))
+    mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), AXES.everything)
+    program = Program(config, mesh, documents=documents)
+    state, metrics = program.compiled(program.fresh_state(), program.place(_batch(program)))
     moments = optax.tree.get(state.optimiser, "mu")  # AdamW's first is a tenth of the clipped gradient
     named = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(moments)}
     return {name: float(metrics[name]) for name in ("loss", "gradient_norm")} | {"gradients": named}
 
 
-def compare(found: dict[str, Any], truth: dict[str, Any]) -> dict[str, Any]:
+def compare(found: dict[str, Any], truth: dict[str, Any], kernel: str) -> dict[str, Any]:
     """How far two answers are from each other; raises if it is more than rounding."""
     apart = {name: abs(found[name] / truth[name] - 1) for name in ("loss", "gradient_norm")}
     for name, x in truth["gradients"].items():
         apart[name] = float(np.linalg.norm(found["gradients"][name] - x) / np.linalg.norm(x))
     for name, difference in apart.items():
-        require(f"{name} of a step, cudnn against xla,", difference, TOLERANCE if name in truth else WEIGHT_TOLERANCE)
+        require(
+            f"{name} of a step, {kernel} against xla,", difference, TOLERANCE if name in truth else WEIGHT_TOLERANCE
+        )
     return {"loss": found["loss"], "worst": max(apart.values()), "apart": apart}

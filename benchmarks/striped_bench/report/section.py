@@ -15,6 +15,8 @@ WORDS = tomllib.loads((importlib.resources.files("striped_bench.report") / "word
 # What tells two rows of the suites `gpu` and `step` apart.
 ATTENTION = ("members", "length", "heads", "layout")
 STEP = ("preset", "length", "members", "layout")
+# Their figures compare layouts in rings; other rows are for tables. Older results have no others, and no such fields.
+PLAIN = {"strategy": "ring", "mask": "causal", "kernel": "cudnn", "text": "whole"}
 Row = dict[str, Any]
 T = TypeVar("T")
 
@@ -55,9 +57,16 @@ def make_section(name: str, finding: Finding) -> Section:
 
 def newest(documents: Iterable[Document], where: str, key: tuple[str, ...]) -> tuple[list[Row], tuple[Document, ...]]:
     """The rows of documents, oldest first; of those with the same key the last. And the documents they are from."""
-    found = {tuple(row[n] for n in key): (row, document) for document in documents for row in document.rows(where)}
+    rows = [(row, document) for document in documents for row in document.rows(where) if _drawn(row, document)]
+    found = {tuple(row[n] for n in key): (row, document) for row, document in rows}
     used = {str(document.path): document for _, document in found.values()}
     return [row for row, _ in found.values()], tuple(used.values())
+
+
+def _drawn(row: Row, document: Document) -> bool:
+    """Whether a row of the suites `gpu` and `step` compares layouts; those of other suites all are drawn."""
+    plain = all(row.get(name, value) == value for name, value in PLAIN.items())
+    return document.benchmark not in ("gpu", "step") or (plain and row.get("over_contiguous", True) is not None)
 
 
 def some(items: Iterable[T]) -> list[T]:
