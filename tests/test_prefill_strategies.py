@@ -1,7 +1,8 @@
-"""Prefill is exact by every strategy."""
+"""Prefill is exact by every strategy, and `striped generate` takes the one that is planned to be fastest."""
 
 import functools
 import logging
+import pathlib
 import re
 
 import jax
@@ -11,7 +12,10 @@ import pytest
 
 import striped_attention as sa
 from striped_attention.core.oracle import dense_attention
+from striped_attention.errors import UsageError
+from striped_attention.generation.config import GenerateConfig
 from striped_attention.kernels import cudnn
+from striped_attention.models.llama import PRESETS
 from tests.compare import factorings
 from tests.test_cache import BATCH, LAYOUTS, assert_close, empty, text, truth
 
@@ -93,3 +97,34 @@ def test_cudnn_takes_exchanged_heads_but_no_gathered_keys(caplog):
         assert "gather" not in next(line for line in caplog.messages if line.startswith("strategy='auto' takes"))
         with pytest.raises(NotImplementedError, match="not keys that were gathered from several devices"):
             prefill_pieces(cache, arrays, [(8, 8)], strategy="gather", kernel="cudnn")
+
+
+def settle(devices=8, model="llama3-8b", capacity=65_536, platform="gpu", kind="NVIDIA H200", **options):
+    config = GenerateConfig(model=pathlib.Path(), chunk=capacity, **options)
+    return config.settle(PRESETS[model], devices, 1, capacity, platform, kind)
+
+
+def test_generate_chooses_layout_and_strategy_together(monkeypatch):
+    monkeypatch.setattr(cudnn.binding, "EMULATED", True)  # as if cuDNN were here
+    assert settle() == (sa.striped(16), sa.strategy(heads=8))
+    assert settle(strategy="ring") == (sa.striped(), sa.strategy())
+    assert settle(1)[1] == sa.strategy()
+    # The stripes of eight devices together are as wide as a tile, here and above.
+    assert settle(platform="cpu", kind="cpu", strategy="heads") == (sa.striped(32), sa.strategy(heads=8))
+    assert settle(platform="cpu", kind="cpu", strategy="ring") == (sa.striped(256), sa.strategy())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(strategy="rings"), "--strategy: A strategy is written like ring, gather, heads, heads=2 or heads=2,gath"),
+        (dict(strategy="heads=3"), "--strategy heads=3: heads · gather of a strategy must divide the 8 devices"),
+        (dict(strategy="heads", devices=64), "--strategy heads: A strategy shares out a device's query heads equally"),
+        (dict(strategy="gather", kernel="cudnn"), "--kernel cudnn cannot do this: "),
+    ],
+    ids=str,
+)
+def test_what_generate_cannot_do_is_one_sentence(monkeypatch, options, message):
+    monkeypatch.setattr(cudnn.binding, "EMULATED", True)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        settle(**options)
