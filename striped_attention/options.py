@@ -12,6 +12,7 @@ from striped_attention.core.layout import DEFAULT, Layout, has_stripes, parse_la
 from striped_attention.core.mask import Mask, causal, full, packed, prefix, sliding_window
 from striped_attention.errors import UsageError
 from striped_attention.kernels.choice import check_name
+from striped_attention.strategies.strategy import AUTO, Strategy, parse_strategy
 
 # Options that may be left out; the help text says what happens then.
 Whole = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
@@ -67,6 +68,14 @@ def parse_mask(text: str, length: int) -> Mask:
         raise UsageError(f"--masks {text}: {error}") from error
 
 
+def parse_asked(text: str) -> str | Strategy:
+    """What --strategy asks for, auto included."""
+    try:
+        return text if text == AUTO else parse_strategy(text)
+    except ValueError as error:
+        raise UsageError(f"--strategy: {error}") from error
+
+
 def check_shared(config: Any) -> None:
     """Raise if options that `striped train` and `striped generate` have in common make no sense."""
     counts = ("stripe", "cpu_devices", "local_processes", "num_processes")
@@ -77,6 +86,7 @@ def check_shared(config: Any) -> None:
         check_name(config.kernel)
     except ValueError as error:
         raise UsageError(f"--{error}") from error
+    parse_asked(config.strategy)
     if config.stripe is not None and not has_stripes(config.layout):
         raise UsageError(f"--stripe is for --layout {DEFAULT}; got --layout {config.layout}. Leave one of them out.")
     cluster = (config.coordinator, config.num_processes, config.process_id)

@@ -39,7 +39,10 @@ def test_striped_generate_streams_what_a_run_has_learned(trained, capsys):
     assert len(out.strip("\n")) > 5
     assert "prefill 15 tokens" in err
     assert "decode 20 tokens" in err
-    assert generate(capsys, *command, "--layout", "zigzag", "--chunk", 4)[:2] == (0, out)
+    for strategy in ("ring", "heads=2", "gather"):
+        found = generate(capsys, *command, "--layout", "zigzag", "--chunk", 4, "--strategy", strategy)
+        assert found[:2] == (0, out)
+        assert f"strategy {'gather=8' if strategy == 'gather' else strategy};" in " ".join(found[2].split())
 
 
 def test_prompts_of_a_file_give_lines_of_json(trained, capsys, tmp_path):
@@ -268,6 +271,7 @@ def damaged(folder):
         (("--prompt", "a", "--max-tokens", 0), None, "--max-tokens must be at least 1; got 0"),
         (("--prompt", "a", "--kernel", "magic"), None, "--kernel must be one of"),
         (("--prompt", "a", "--kernel", "cudnn"), None, "--kernel cudnn cannot do this: It"),
+        (("--prompt", "a", "--strategy", "heads"), None, "--strategy heads: A strategy shares out a device's query"),
         (("--prompt", "a", "--stripe", 4, "--layout", "zigzag"), None, "--stripe is for --layout striped"),
         (("--prompt", "a", "--output", "no/where.jsonl"), None, "there is no folder"),
         (("--prompt", "a", "--output", "copy"), None, "--output copy is a folder. Give a file."),

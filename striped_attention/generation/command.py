@@ -38,12 +38,11 @@ def generate(config: GenerateConfig) -> None:
     prompts = _prompts(config)
     tokens = [_encode(encoder, prompt) for prompt in prompts]
     capacity = _check_prompts(config, source.model, tokens)
-    devices, platform = jax.device_count(), jax.default_backend()
-    layout = config.make_layout(source.model, devices, capacity, platform)
-    config.check_kernel(source.model, layout, devices, capacity, platform)
+    devices, batch = jax.device_count(), min(config.batch, len(prompts))
+    kind = jax.local_devices()[0].device_kind
+    layout, strategy = config.settle(source.model, devices, batch, capacity, jax.default_backend(), kind)
     _check_output(config)
-    batch = min(config.batch, len(prompts))
-    options = Options(layout, batch, capacity, config.chunk, jnp.dtype(config.dtype), config.kernel)
+    options = Options(layout, batch, capacity, config.chunk, jnp.dtype(config.dtype), strategy, config.kernel)
     console = rich.console.Console(stderr=True, quiet=jax.process_index() > 0, highlight=False)
     mesh = _mesh()
     with _room(source.model, options, devices):
@@ -126,7 +125,7 @@ def _describe(model: ModelConfig, options: Options, mesh: jax.sharding.Mesh) -> 
     kind = mesh.devices.flat[0].device_kind
     return (
         f"{model.parameters:,} parameters on {mesh.size} {kind} device{'s' * (mesh.size > 1)}, {options.layout!r}, "
-        f"{options.dtype}; a cache for {options.batch} × {options.capacity:,} tokens"
+        f"{options.dtype}, strategy {options.strategy}; a cache for {options.batch} × {options.capacity:,} tokens"
     )
 
 

@@ -1,7 +1,9 @@
 """Config: every option of `striped generate`, `striped import` and `striped export`, once."""
 
 import dataclasses
+import functools
 import pathlib
+from collections.abc import Callable
 from typing import Annotated, Literal
 
 import jax
@@ -15,7 +17,9 @@ from striped_attention.inference.attention import prefill_requests
 from striped_attention.kernels.choice import choose, choose_stripes
 from striped_attention.kernels.contract import Request
 from striped_attention.models.llama import ModelConfig
-from striped_attention.options import Path, Text, Whole, check_at_least, check_shared
+from striped_attention.options import Path, Text, Whole, check_at_least, check_shared, parse_asked
+from striped_attention.strategies.choice import choose_strategy
+from striped_attention.strategies.strategy import AUTO, RING, Strategy, exchanged
 
 Folder = Annotated[pathlib.Path, tyro.conf.arg(metavar="PATH")]
 
@@ -60,6 +64,10 @@ class GenerateConfig:
     """How tokens, and so the cache, are dealt to the devices. striped is balanced at every length."""
     stripe: Whole = None
     """Tokens of a stripe. Default: 1 with the kernel cudnn, else a tile, or less where a device has few tokens."""
+    strategy: str = AUTO
+    """How queries and keys of a prompt meet: ring (keys travel), heads (each device takes all new tokens for its share
+    of the heads), gather (each device gathers all new keys), or groups of neighbours and a ring of groups, like heads=2
+    or heads=2,gather=4. auto: what is planned to be the fastest of those that fit in memory."""
     kernel: str = "auto"
     """Attention kernel for prompts: xla, cudnn (NVIDIA GPUs) or pallas_tpu (TPUs); auto takes the fastest that can."""
 
@@ -90,34 +98,50 @@ class GenerateConfig:
     def sampling(self) -> Sampling:
         return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
 
-    def make_layout(self, model: ModelConfig, devices: int, capacity: int, platform: str) -> Layout:
-        """The layout of prompts and cache."""
-        if self.stripe is not None or not has_stripes(self.layout):
-            return named_layout(self.layout, self.stripe or 1)
-        among, _ = self._requests(model, BASELINE, devices, capacity, platform)
-        return choose_stripes(self.kernel, among, min(capacity, self.chunk) // devices)
-
-    def check_kernel(self, model: ModelConfig, layout: Layout, devices: int, capacity: int, platform: str) -> None:
-        """Raise if the kernel that was asked for cannot read prompts."""
+    def settle(
+        self, model: ModelConfig, devices: int, batch: int, capacity: int, platform: str, kind: str
+    ) -> tuple[Layout, Strategy]:
+        """The layout of prompts and cache, and the strategy of prefill; raises if the kernel cannot follow them."""
+        ask = functools.partial(self._requests, model, devices, batch, capacity, platform, kind)
+        among, _ = ask(self._layout(ask, RING))
         try:
-            for request in self._requests(model, layout, devices, capacity, platform):
+            strategy = choose_strategy(parse_asked(self.strategy), among, self.kernel, forward_only=True)
+        except ValueError as error:
+            raise UsageError(f"--strategy {self.strategy}: {error}") from error
+        layout = self._layout(ask, strategy)
+        among, before = ask(layout)
+        try:
+            for request in (exchanged(strategy, among), before):
                 choose(self.kernel, request)
         except NotImplementedError as error:
             raise UsageError(str(error).replace(f"Kernel {self.kernel!r}", f"--kernel {self.kernel}", 1)) from error
+        return layout, strategy
+
+    def _layout(self, ask: Callable[[Layout], tuple[Request, Request]], strategy: Strategy) -> Layout:
+        if self.stripe is not None or not has_stripes(self.layout):
+            return named_layout(self.layout, self.stripe or 1)
+        among, _ = ask(BASELINE)
+        return choose_stripes(self.kernel, exchanged(strategy, among), among.queries, strategy.heads)
 
     def _requests(
-        self, model: ModelConfig, layout: Layout, devices: int, capacity: int, platform: str
-    ) -> list[Request]:
-        """What prefill asks of attention kernels: among new tokens, and of new tokens to the cache."""
+        self, model: ModelConfig, devices: int, batch: int, capacity: int, platform: str, kind: str, layout: Layout
+    ) -> tuple[Request, Request]:
+        """What prefill asks of attention kernels: among new tokens, by a ring, and of new tokens to the cache."""
         new = layout.padded_length(min(capacity, self.chunk), devices) // devices
         room = layout.padded_length(capacity, devices) // devices
         dtype = jnp.dtype(self.dtype)
-        query, key = (jax.ShapeDtypeStruct((1, new, n, model.head_dim), dtype) for n in (model.heads, model.kv_heads))
-        cached = jax.ShapeDtypeStruct((1, model.kv_heads, room, model.head_dim), dtype)
-        asked = prefill_requests(
-            query, key, cached, layout=layout, devices=devices, window=model.window, platform=platform
+        query, key = (
+            jax.ShapeDtypeStruct((batch, new, n, model.head_dim), dtype) for n in (model.heads, model.kv_heads)
         )
-        return list(asked)
+        cached = jax.ShapeDtypeStruct((batch, model.kv_heads, room, model.head_dim), dtype)
+        return prefill_requests(
+            *(query, key, cached),
+            layout=layout,
+            devices=devices,
+            window=model.window,
+            platform=platform,
+            device_kind=kind,
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Engine: a model with a cache. It reads texts, any number of tokens at a time, and writes on, token by token.
 
     read      the training path, chunk by chunk and layer by layer: tokens dealt to the devices, weights gathered for a
-              stage, the ring; every layer's keys and values go into its cache
+              stage, the same strategies; every layer's keys and values go into its cache
     write     one program a token: activations are small and lie everywhere, weights stay where they are, split over
               the devices, and so does the cache; what travels is a few numbers a layer
 
@@ -27,6 +27,7 @@ from striped_attention.inference.cache import KVCache
 from striped_attention.models.llama import ModelConfig, Weights, after, before, logits, lookup, split_layer
 from striped_attention.models.stages import AXES, stage
 from striped_attention.runtime.compiler import compiler_options
+from striped_attention.strategies.strategy import AUTO, Strategy
 
 P = PartitionSpec
 EVERYWHERE = P()
@@ -43,6 +44,7 @@ class Options:
     capacity: int
     chunk: int = 8192
     dtype: Any = jnp.bfloat16
+    strategy: str | Strategy = AUTO
     kernel: str = "auto"
     tile: tuple[int, int] | None = None
     stage_chunk: int = 1024
@@ -233,7 +235,11 @@ class Engine:
             positions = cache.lengths[:, None] + slots
             q, k, v = run(functools.partial(before, config), first, first_specs, x, positions)
             attended, cache = prefill_attention_shard(
-                q, k, v, cache, counts=counts, kernel=options.kernel, tile=options.tile
+                *(q, k, v, cache),
+                counts=counts,
+                strategy=options.strategy,
+                kernel=options.kernel,
+                tile=options.tile,
             )
             return run(functools.partial(after, config), second, second_specs, (x, attended), ()), cache
 

@@ -4,9 +4,10 @@
     cache = cache.append(k, v)                         a new token of every text, or a few
     out = decode_attention(q, cache)                   and its attention
 
-Prefill is the ring of training among the new tokens; for those that were there before it is the other way round:
-queries go to every device, which attends to its own slots, and partial results come back. Decoding is the same for one
-query. On the wire are then the partial results alone, heads × (dim + 1) numbers a query and device; no keys.
+Among the new tokens prefill is attention as in training, by the same strategies. For those that were there before it is
+the other way round: queries go to every device, which attends to its own slots, and partial results come back. Decoding
+is the same for one query. On the wire are then the partial results alone, heads × (dim + 1) numbers a query and device;
+no keys.
 """
 
 import dataclasses
@@ -25,15 +26,18 @@ from striped_attention.core.arguments import check_arrays, check_options
 from striped_attention.core.bias import Bias
 from striped_attention.core.checks import check_positions, poison
 from striped_attention.core.layout import Layout
-from striped_attention.core.mask import causal, full, sliding_window
+from striped_attention.core.mask import Mask, causal, full, sliding_window
 from striped_attention.core.partial import Partial, add_sinks, merge, merge_all
 from striped_attention.inference.cache import KVCache, over_mesh
 from striped_attention.kernels.choice import check_name, choose
 from striped_attention.kernels.contract import Block, Request, Same, make_request
 from striped_attention.kernels.decode import Few, attend_few
 from striped_attention.runtime.sharding import current_device
+from striped_attention.strategies.choice import choose_strategy
+from striped_attention.strategies.exchange import from_heads, to_heads
 from striped_attention.strategies.problem import Problem
 from striped_attention.strategies.ring import ring_partial
+from striped_attention.strategies.strategy import AUTO, Strategy, check_strategy, exchanged
 
 P = PartitionSpec
 
@@ -106,6 +110,7 @@ def prefill_attention(
     softcap: float | None = None,
     bias: Bias | None = None,
     sinks: Float[Array | np.ndarray, " heads"] | None = None,
+    strategy: str | Strategy = AUTO,
     kernel: str = "auto",
     tile: int | tuple[int, int] | None = None,
     positions: Int[Array | np.ndarray, "batch new"] | None = None,
@@ -117,6 +122,7 @@ def prefill_attention(
       counts: how many of a text's new tokens are real, its first ones (in text order); by default all are. Where
         `permute` has padded them, say so here: padding that counts as real is written into the cache.
       scale, softcap, bias, sinks, kernel, tile: as for `attention`.
+      strategy: as for `attention`, for attention among the new tokens. "auto" takes the fastest forward pass.
       positions: optional, and only checked, as for `attention`: the position of every new token in its sequence,
         [batch, new] in layout order, as rotary embeddings take them.
 
@@ -128,6 +134,7 @@ def prefill_attention(
     key, value, counts = cache.check_new(key, value, counts)
     check_arrays(query, key, value, bias, sinks)
     check_name(kernel)
+    check_strategy(strategy, cache.devices)
     tile = check_options(scale, softcap, tile)
     cache.layout.positions(0, query.shape[1], cache.devices)
     ok = None
@@ -135,7 +142,7 @@ def prefill_attention(
         order, held = cache.layout.order(query.shape[1], cache.devices), cache.lengths[:, None]
         expected, length = held + order, held + counts[:, None]
         ok = check_positions(positions, expected, query.shape[0], length, cache.layout, cache.devices)
-    options = dict(scale=scale, softcap=softcap, kernel=kernel, tile=tile)
+    options = dict(scale=scale, softcap=softcap, strategy=strategy, kernel=kernel, tile=tile)
     out, cache = _prefill((query, key, value), cache, counts, bias, sinks, options=tuple(options.items()))
     return poison(out, ok), cache
 
@@ -166,6 +173,7 @@ def prefill_attention_shard(
     softcap: float | None = None,
     bias: Bias | None = None,
     sinks: Float[Array, " heads"] | None = None,
+    strategy: str | Strategy = AUTO,
     kernel: str = "auto",
     tile: tuple[int, int] | None = None,
 ) -> tuple[Float[Array, "batch slots heads dim"], KVCache]:
@@ -191,10 +199,11 @@ def prefill_attention_shard(
     )
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     mask = causal() if cache.window is None else sliding_window(cache.window)
-    chosen = choose(kernel, among).kernel
-    ring = Problem(cache.axis_name, devices, cache.layout, new, new, chosen, scale, softcap, tile)
-    result = ring_partial(ring, query, key, value, mask, bias)
-    of_cache = dataclasses.replace(ring, kernel=choose(kernel, before).kernel)
+    chosen = choose_strategy(strategy, among, kernel, forward_only=True)
+    attend = choose(kernel, exchanged(chosen, among)).kernel
+    problem = Problem(cache.axis_name, devices, cache.layout, new, new, attend, scale, softcap, tile, chosen)
+    result = _attend_new(problem, query, key, value, mask, bias)
+    of_cache = dataclasses.replace(problem, kernel=choose(kernel, before).kernel)
     attend_before = lambda: merge(result, _attend_before(of_cache, query, cache, bias))  # noqa: E731
     part = lax.cond(jnp.any(cache.lengths > 0), attend_before, lambda: result)
     gather = lambda x: lax.all_gather(x, cache.axis_name, axis=1, tiled=True)  # noqa: E731
@@ -205,7 +214,7 @@ def prefill_attention_shard(
 def prefill_requests(
     query: Any, key: Any, cached: Any, *, layout: Layout, devices: int, window: int | None, **options: Any
 ) -> tuple[Request, Request]:
-    """What prefill asks of kernels: attention among new tokens, and to a device's share of the cache.
+    """What prefill asks of kernels: attention among new tokens, by a ring, and to a device's share of the cache.
 
     `query` and `key` are a device's share of the new tokens, `cached` is [batch, kv_heads, slots, dim]. Without a
     window and a bias all new tokens see all of the cache, and go to it together; otherwise each sees a range.
@@ -220,31 +229,41 @@ def prefill_requests(
     return among, before
 
 
-def _attend_before(ring: Problem, query: Array, cache: KVCache, bias: Bias | None) -> Partial:
+def _attend_new(problem: Problem, q: Array, k: Array, v: Array, mask: Mask, bias: Bias | None) -> Partial:
+    """Attention among the new tokens, with tokens traded for heads, and back, if the strategy does so."""
+    if problem.strategy.heads == 1:
+        return ring_partial(problem, q, k, v, mask, bias)
+    q, k, v, mask, bias, _ = to_heads(problem, q, k, v, mask, bias, None)
+    part = ring_partial(problem, q, k, v, mask, bias)
+    both = from_heads(problem, jnp.concatenate([part.out, part.lse[..., None]], axis=-1))  # in one exchange
+    return Partial(both[..., :-1], both[..., -1])
+
+
+def _attend_before(problem: Problem, query: Array, cache: KVCache, bias: Bias | None) -> Partial:
     """Attention of the queries of new tokens to what was in the cache before them.
 
     Every device attends to its own slots with everybody's queries; then the partial results go where these came from.
     """
     everybody = lax.all_gather(query, cache.axis_name)  # [devices, batch, slots, heads, dim]
     together = cache.window is None and bias is None
-    parts = _attend_all(ring, everybody, cache) if together else _attend_ranges(ring, everybody, cache, bias)
+    parts = _attend_all(problem, everybody, cache) if together else _attend_ranges(problem, everybody, cache, bias)
     return merge_all(jax.tree.map(lambda x: lax.all_to_all(x, cache.axis_name, 0, 0, tiled=True), parts))
 
 
-def _attend_all(ring: Problem, everybody: Array, cache: KVCache) -> Partial:
+def _attend_all(problem: Problem, everybody: Array, cache: KVCache) -> Partial:
     """Attention of everybody's new queries to all that this device's slots hold."""
     devices, batch, slots = everybody.shape[:3]
     counts = cache.ranges(lax.axis_index(cache.axis_name), cache.lengths[:, None])[0][1]
     together = jnp.moveaxis(everybody, 0, 1).reshape(batch, devices * slots, *everybody.shape[3:])
     end = jnp.broadcast_to(counts, (batch, devices * slots))
     nowhere = jnp.zeros(devices * slots, jnp.int32), jnp.zeros(cache.key.shape[2], jnp.int32)  # no bias asks
-    block = Block(jnp.zeros_like(end), end, *nowhere, None, Same(), ring.scale, ring.softcap, ring.tile)
+    block = Block(jnp.zeros_like(end), end, *nowhere, None, Same(), problem.scale, problem.softcap, problem.tile)
     keys = (jnp.swapaxes(x, 1, 2).astype(everybody.dtype) for x in (cache.key, cache.value))
-    found = ring.kernel.attend(together)(*keys, block)
+    found = problem.kernel.attend(together)(*keys, block)
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(batch, devices, slots, *x.shape[2:]), 1, 0), found)
 
 
-def _attend_ranges(ring: Problem, everybody: Array, cache: KVCache, bias: Bias | None) -> Partial:
+def _attend_ranges(problem: Problem, everybody: Array, cache: KVCache, bias: Bias | None) -> Partial:
     """Attention of everybody's new queries to this device's slots, each to what it sees of them.
 
     One device's queries after the other's, for these are sorted by position, and one sequence after the other, for they
@@ -255,17 +274,17 @@ def _attend_ranges(ring: Problem, everybody: Array, cache: KVCache, bias: Bias |
 
     def row(args: Any) -> Partial:
         query, key, value, positions, held, ranges = args
-        attend = ring.kernel.attend(query[None])
+        attend = problem.kernel.attend(query[None])
         keys = [jnp.swapaxes(x, 0, 1)[None].astype(query.dtype) for x in (key, value)]
         blocks = [
-            Block(start[None], end[None], positions, held, bias, None, ring.scale, ring.softcap, ring.tile)
+            Block(start[None], end[None], positions, held, bias, None, problem.scale, problem.softcap, problem.tile)
             for start, end in ranges
         ]
         return jax.tree.map(lambda x: x[0], functools.reduce(merge, [attend(*keys, block) for block in blocks]))
 
     def source(args: Any) -> Partial:
         device, query = args
-        positions = cache.lengths[:, None] + cache.layout.positions(device, ring.padded_length, cache.devices)
+        positions = cache.lengths[:, None] + cache.layout.positions(device, problem.padded_length, cache.devices)
         return lax.map(row, (query, cache.key, cache.value, positions, held, cache.ranges(here, positions)))
 
     return lax.map(source, (jnp.arange(cache.devices, dtype=jnp.int32), everybody))

@@ -129,11 +129,6 @@ class TrainConfig:
             raise UsageError(f"--warmup must be at least 0 and less than the {self.steps} steps; got {self.warmup}.")
         if not self.clip > 0:  # NaN is not
             raise UsageError(f"--clip must be above 0; got {self.clip}. For no clipping choose a large number.")
-        if self.strategy != AUTO:
-            try:
-                parse_strategy(self.strategy)
-            except ValueError as error:
-                raise UsageError(f"--strategy: {error}") from error
         if self.resume and self.checkpoint_dir is None:
             raise UsageError("--resume needs --checkpoint-dir, the folder of the run to go on with.")
 
