@@ -23,7 +23,7 @@ from striped_attention.core.layout import AxisName, Layout, check_axis, count_de
 from striped_attention.core.mask import Mask
 from striped_attention.kernels.choice import check_name, choose
 from striped_attention.kernels.contract import make_request
-from striped_attention.runtime.sharding import check_spec, current_device, mesh_for, reshard
+from striped_attention.runtime.sharding import check_spec, current_device, fast_neighbours, mesh_for, reshard
 from striped_attention.strategies.choice import choose_strategy
 from striped_attention.strategies.problem import Problem
 from striped_attention.strategies.ring import ring_attention
@@ -70,9 +70,9 @@ def attention(
       sinks: one logit per head that takes part in the softmax and has no value (attention sinks).
       strategy: how queries and keys come to meet. "ring": keys travel from device to device. "heads": each device gets
         the whole sequence for its share of the heads (Ulysses). "gather": each device gathers all keys. Or
-        `sa.strategy(heads=…, gather=…)`, groups of neighbours and a ring of groups. All give the same answer. "auto"
-        takes the one that the planner's cost model expects to be fastest for these shapes, this mask and this
-        hardware, of those that fit in memory, and logs it at level INFO.
+        `sa.strategy(heads=…, gather=…, inner=…)`, groups of neighbours and a ring of groups, with `inner` a double
+        ring. All give the same answer. "auto" takes the one that the planner's cost model expects to be fastest for
+        these shapes, this mask and this hardware, of those that fit in memory, and logs it at level INFO.
       kernel: "auto", "xla" (plain JAX: everything, everywhere), "cudnn" (NVIDIA GPUs), "hopper" (H100 and H200; not
         measured yet, so "auto" does not take it) or "pallas_tpu" (TPUs). What "auto" takes, the fastest that can do
         what is asked, it says through `logging`, at level INFO; where that is a slow one on a GPU or TPU, a
@@ -196,7 +196,7 @@ def attention_shard(
         platform=platform,
         device_kind=kind,
     )
-    chosen = choose_strategy(strategy, plain, kernel)
+    chosen = choose_strategy(strategy, plain, kernel, neighbours=fast_neighbours(axis_name, platform, kind))
     attend = choose(kernel, exchanged(chosen, plain)).kernel
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)

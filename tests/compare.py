@@ -7,6 +7,7 @@ attention makes (or as exact as float32, where plain attention happens to make n
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any
 
 import jax
@@ -159,9 +160,10 @@ def assert_exact(shape: Shape, devices: int, layout: Layout, mask: Mask, seed: i
 
 
 def factorings(devices: int) -> list[Strategy]:
-    """Every strategy of so many devices."""
+    """Every strategy of so many devices, double rings too."""
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
-    return [Strategy(h, w) for h, w in itertools.product(sizes, sizes) if devices % (h * w) == 0]
+    found = [Strategy(*some) for some in itertools.product(sizes, repeat=3) if devices % math.prod(some) == 0]
+    return [one for one in found if one.inner == 1 or one.group * one.inner < devices]
 
 
 def random_segments(rng: np.random.Generator, batch: int, length: int, longest: int) -> np.ndarray:

@@ -69,17 +69,22 @@ def compile_block(dim, value_dim=None, heads=(4, 2), slots=1024, batch=1, dtype=
 
 
 def ring_of_eight(layout, mask, options, **more):
-    """The program of both passes over eight GPUs."""
-    mesh = sa.make_mesh({"sequence": 8}, machine("h200:1x1x8"))
+    return ring_of(8, "h200:1x1x8", layout, mask, options, **more)
+
+
+def ring_of(devices, name, layout, mask, options, strategy="ring"):
+    """The program of both passes over so many GPUs, 8,192 tokens on each."""
+    mesh, length = sa.make_mesh({"sequence": devices}, machine(name)), 8192 * devices
     where = NamedSharding(mesh, PartitionSpec(None, "sequence"))
-    q, k = (jax.ShapeDtypeStruct((1, 65_536, heads, 128), jnp.bfloat16, sharding=where) for heads in (32, 8))
-    if mask == "documents":  # as `documents(…).permute(layout, 8)` leaves it
-        lo = jax.ShapeDtypeStruct((1, 65_536), jnp.int32, sharding=where)
-        mask = dataclasses.replace(sa.causal(), lo=lo, length=65_536, placed=(layout, 8))
+    q, k = (jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16, sharding=where) for heads in (32, 8))
+    if mask == "documents":  # as `documents(…).permute(layout, devices)` leaves it
+        lo = jax.ShapeDtypeStruct((1, length), jnp.int32, sharding=where)
+        mask = dataclasses.replace(sa.causal(), lo=lo, length=length, placed=(layout, devices))
 
     def both(q, k, v, dout, mask):
         attend = functools.partial(
-            sa.attention, mesh=mesh, axis_name="sequence", layout=layout, mask=mask, kernel="hopper", **more
+            sa.attention,
+            **dict(mesh=mesh, axis_name="sequence", layout=layout, mask=mask, kernel="hopper", strategy=strategy),
         )
         out, pull = jax.vjp(attend, q, k, v)
         return out, pull(dout)
@@ -113,6 +118,23 @@ def test_gathered_keys_come_while_others_are_attended_to():
     assert [transfer.hidden for transfer in gathered[:8]].count(False) == 2
     assert sum(not transfer.hidden for transfer in gathered) <= 4
     assert transfers(program) == []
+
+
+def test_a_double_ring_of_two_nodes_overlaps_with_attention():
+    """16 GPUs, inner rings of 8. The sums of the last round of an inner ring have nothing to overlap with."""
+    program = ring_of(16, "h200:1x2x8", sa.striped(128), sa.causal(), GPU_OPTIONS, strategy=sa.strategy(inner=8))
+    sent = transfers(program)
+    assert len(sent) > 30
+    assert sum(not transfer.hidden for transfer in sent) <= 2
+    assert {transfer.dtype for transfer in sent if not transfer.hidden} <= {"f32"}
+
+
+def test_gathered_keys_and_hops_overlap_with_attention():
+    """Groups of 4 that gather, in a ring of 2 nodes: all hops between nodes, and most of the gathers."""
+    program = ring_of(16, "h200:1x2x8", sa.striped(128), sa.causal(), GPU_OPTIONS, strategy=sa.strategy(gather=8))
+    hops, gathers = transfers(program), transfers(program, "all-gather")
+    assert sum(not transfer.hidden for transfer in hops) <= 2
+    assert sum(transfer.hidden for transfer in gathers) > len(gathers) / 2
 
 
 def test_traded_heads_leave_no_other_transfers():

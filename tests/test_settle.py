@@ -52,7 +52,10 @@ def test_training_with_auto_says_what_it_took(capsys):
             "rings",
             "--strategy: A strategy is written like ring, gather, heads, heads=2 or heads=2,gather=4; got",
         ),
-        ("heads=3", "--strategy heads=3: heads · gather of a strategy must divide the 8 devices of the sequence axis"),
+        (
+            "heads=3",
+            "--strategy heads=3: heads · gather · inner of a strategy must divide the 8 devices of the",
+        ),
         (
             "heads",
             "--strategy heads: A strategy shares out a device's query heads equally: 4 heads cannot be",

@@ -27,7 +27,7 @@ def masks(batch):
 CASES = [(devices, found) for devices in (2, 3, 4, 6, 8) for found in factorings(devices)]
 
 
-@pytest.mark.parametrize(("devices", "strategy"), CASES, ids=[f"{n} as {s.heads}x{s.gather}" for n, s in CASES])
+@pytest.mark.parametrize(("devices", "strategy"), CASES, ids=[f"{n} as {s}" for n, s in CASES])
 def test_every_factoring_is_exact(devices, strategy):
     """Layouts, masks and heads in turn: query heads that all can share, and 1 to 24 key heads."""
     which = CASES.index((devices, strategy))
@@ -128,9 +128,12 @@ def test_what_is_sent():
         ),
         (
             sa.strategy(heads=3),
-            "heads · gather of a strategy must divide the 4 devices of the sequence axis",
+            "heads · gather · inner of a strategy must divide the 4 devices of the sequence axis",
         ),
-        (sa.strategy(heads=2, gather=4), "must divide the 4 devices of the sequence axis; got heads=2, gather=4."),
+        (
+            sa.strategy(heads=2, gather=4),
+            "the 4 devices of the sequence axis; got heads=2, gather=4, inner=1.",
+        ),
         ("heads", "6 heads cannot be shared by 4 devices. Use heads=2, and a ring or gather for the rest."),
         (None, "got None"),
     ],

@@ -194,10 +194,10 @@ def _by_strategy(found: Plan) -> list[Any]:
     if len(found.strategies) == 1:
         return []
     shown = rich.table.Table(
-        *("strategy", "layout", "attention", "step", "MFU", "sent", "between nodes", "memory"),
+        *("strategy", "layout", "attention", "step", "MFU", "sent", "far", "memory"),
         box=rich.box.SIMPLE_HEAD,
         pad_edge=False,
-        caption="sent: by a device for a layer's attention, both passes; between nodes: of it, at most",
+        caption="sent: by a device for a layer's attention, both passes; far: of it between nodes or pods",
         caption_justify="left",
     )
     for choice in found.strategies:

@@ -32,7 +32,7 @@ from striped_attention.inference.cache import KVCache, over_mesh
 from striped_attention.kernels.choice import check_name, choose
 from striped_attention.kernels.contract import Block, Request, Same, make_request
 from striped_attention.kernels.decode import Few, attend_few
-from striped_attention.runtime.sharding import current_device
+from striped_attention.runtime.sharding import current_device, fast_neighbours
 from striped_attention.strategies.choice import choose_strategy
 from striped_attention.strategies.exchange import from_heads, to_heads
 from striped_attention.strategies.problem import Problem
@@ -199,7 +199,8 @@ def prefill_attention_shard(
     )
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     mask = causal() if cache.window is None else sliding_window(cache.window)
-    chosen = choose_strategy(strategy, among, kernel, forward_only=True)
+    neighbours = fast_neighbours(cache.axis_name, platform, kind)
+    chosen = choose_strategy(strategy, among, kernel, neighbours=neighbours, forward_only=True)
     attend = choose(kernel, exchanged(chosen, among)).kernel
     problem = Problem(cache.axis_name, devices, cache.layout, new, new, attend, scale, softcap, tile, chosen)
     result = _attend_new(problem, query, key, value, mask, bias)

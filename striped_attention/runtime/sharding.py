@@ -7,6 +7,8 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from striped_attention.runtime.hardware import hardware_of
+
 
 def mesh_for(mesh: Any, *arrays: Array) -> Any:
     """The mesh with the axis types that fit the caller.
@@ -63,6 +65,21 @@ def current_device() -> tuple[str, str]:
     if device is None:
         return jax.default_backend(), jax.devices()[0].device_kind
     return device.platform, device.device_kind
+
+
+def fast_neighbours(axis_name: str | tuple[str, ...], platform: str, kind: str) -> int:
+    """How many consecutive devices of a mesh axis share a fast interconnect, in the mesh of the program being traced.
+
+    Of several axes the last one does. Of a single axis as many as a node or pod has room for, if consecutive devices of
+    the mesh fill it: axes after this one take their share.
+    """
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    names = _names(axis_name)
+    if len(names) > 1:
+        return int(sizes[names[-1]])
+    order = list(sizes)
+    after = math.prod(sizes[name] for name in order[order.index(names[0]) + 1 :])
+    return max(1, hardware_of(platform, kind).group // after)
 
 
 def _names(entry: Any) -> tuple[str, ...]:

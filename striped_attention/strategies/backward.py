@@ -93,7 +93,7 @@ def _halves(
         some, mine = half.of_keys(part), rows.of(half)
         groups = split_heads(problem.strategy.gather, mine.q.shape[2], some[0].shape[2], MOST // 2)
         gradients = _gradients_of_block(problem, groups, mine, lambda *offsets: half.of_block(block(*offsets)))
-        return lambda *offsets: gradients(hold(problem, groups, some), *offsets)
+        return lambda *offsets: gradients(Keys(some), *offsets)
 
     return [own(half) for half in halves(problem.strategy.gather, rows.q.shape[2], part[0].shape[2])]
 

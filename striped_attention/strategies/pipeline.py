@@ -21,10 +21,10 @@ from striped_attention.strategies.problem import Problem
 
 
 class Keys(NamedTuple):
-    """Keys and values: the part that travels, and the first group of heads gathered; None where nothing is."""
+    """Keys and values: the part that travels, and the first group of heads, if it has been gathered already."""
 
     part: Any
-    first: Any
+    first: Any = None
 
 
 class Sums(NamedTuple):
@@ -51,7 +51,7 @@ def gathered(
     Work on group i waits for `computed(i - 1)`, and its gathering for `settled(i - 2)`, which may be the result of a
     transfer: so transfers run one after the other, and two groups are in memory at a time.
     """
-    following = groups[0].of_keys(keys.part) if keys.first is None else keys.first
+    following = exchange.gather(problem, groups[0].of_keys(keys.part)) if keys.first is None else keys.first
     for i, heads in enumerate(groups):
         some = following if i == 0 else after(following, computed(i - 1))
         if i + 1 < len(groups):

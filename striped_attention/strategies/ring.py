@@ -23,7 +23,7 @@ from striped_attention.strategies import exchange
 from striped_attention.strategies.backward import Rows, gradients_of_rings
 from striped_attention.strategies.forward import attend_rings
 from striped_attention.strategies.head_groups import split_heads
-from striped_attention.strategies.pipeline import hold, settle
+from striped_attention.strategies.pipeline import Keys, settle
 from striped_attention.strategies.problem import Problem
 
 # What a backward pass needs of a forward pass besides q, k and v. jax.checkpoint with the policy
@@ -72,7 +72,7 @@ def ring_partial(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any
     """The forward pass alone, with the log of the sums that its result was divided by."""
     groups = split_heads(problem.strategy.gather, q.shape[2], k.shape[2])
     attend = attend_rings(problem, problem.rings(mask), groups, q, problem.blocks(mask, bias))
-    return attend(hold(problem, groups, (k, v)))
+    return attend(Keys((k, v)))
 
 
 def _forward(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any) -> tuple[Array, Any]:
@@ -103,7 +103,7 @@ def _gradients(problem: Problem, residuals: Any, dout: Array) -> Any:
     groups = split_heads(problem.strategy.gather, q.shape[2], k.shape[2])
     rows, block = Rows(q, out, lse, dout), problem.blocks(mask, bias)
     gradients = gradients_of_rings(problem, problem.rings(mask), groups, rows, block)
-    (dq, dbias), sums = gradients(hold(problem, groups, (k, v)))
+    (dq, dbias), sums = gradients(Keys((k, v)))
     dk, dv = settle(problem, sums)
     dsinks = None if sinks is None else _sinks_gradient(sinks, out, lse, dout)
     cast = functools.partial(jax.tree.map, lambda grad, x: grad.astype(x.dtype))

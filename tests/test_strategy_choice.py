@@ -1,0 +1,134 @@
+"""`strategy="auto"` in the library: what it takes, what it says, and what masks and meshes make of a strategy."""
+
+import dataclasses
+import functools
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import striped_attention as sa
+from striped_attention.core.oracle import dense_attention
+from striped_attention.kernels.contract import make_request
+from striped_attention.kernels.cudnn import binding
+from striped_attention.runtime.hardware import HARDWARE
+from striped_attention.runtime.sharding import fast_neighbours
+from striped_attention.strategies.choice import choose_strategy
+from striped_attention.strategies.hops import make_rings
+from striped_attention.strategies.strategy import RING, candidates
+from striped_attention.strategies.workload import adapted, messages_of
+from tests.compare import FLOAT32_TOLERANCE, Shape, mesh_of, random_segments
+from tests.test_ring import hops
+
+
+def asked(devices, tokens, *, layout=None, mask=None, heads=(32, 8), kind="NVIDIA H200", platform="gpu"):
+    """What a ring of llama3-8b's shapes asks of a kernel."""
+    q, k = (jax.ShapeDtypeStruct((1, tokens, n, 128), jnp.bfloat16) for n in heads)
+    mask = sa.causal() if mask is None else mask
+    layout = sa.striped() if layout is None else layout
+    place = dict(platform=platform, device_kind=kind, here=False)
+    return make_request(q, k, mask=mask, layout=layout, devices=devices, length=devices * tokens, **place)
+
+
+@pytest.mark.parametrize(
+    ("request_", "wanted"),
+    [
+        (asked(1, 65_536), RING),
+        (asked(8, 8192), sa.strategy(heads=8)),
+        (asked(16, 4096, heads=(16, 16)), sa.strategy(heads=16)),
+        (asked(16, 8192, layout=sa.zigzag()), sa.strategy(heads=8)),
+        (asked(64, 16_384, layout=sa.contiguous(), mask=sa.sliding_window(4096)), RING),
+        (asked(8, 65_536, heads=(1, 1)), RING),
+    ],
+    ids=["one", "8 GPUs", "16 GPUs", "two nodes", "window", "one head"],
+)
+def test_what_auto_takes(request_, wanted, monkeypatch):
+    """Plain causal masks on GPUs that have cuDNN: heads within a node where there are heads to share."""
+    monkeypatch.setattr(binding, "EMULATED", True)
+    assert choose_strategy("auto", request_) == wanted
+
+
+def test_auto_takes_what_fits(monkeypatch, caplog):
+    request = asked(16, 8192, layout=sa.striped(128))
+    small = dataclasses.replace(HARDWARE["h200"], memory=1e6)
+    monkeypatch.setattr("striped_attention.strategies.choice.hardware_of", lambda *_: small)
+    with caplog.at_level(logging.INFO, "striped_attention"):
+        found = choose_strategy("auto", request, neighbours=8)
+    tried = {adapted(one, request) for one in candidates(16, 32, 8)}
+    assert messages_of(request, found).memory == min(messages_of(request, one).memory for one in tried)
+    assert "does not fit in memory" in caplog.text
+
+
+def test_attention_by_default_is_exact_and_says_what_it_took(caplog):
+    layout, shape = sa.striped(2), Shape(length=45)
+    arrays = {name: jnp.asarray(shape.arrays(0)[name]) for name in "qkv"}
+    mask = sa.documents(random_segments(np.random.default_rng(0), shape.batch, 45, longest=20))
+    q, k, v = (layout.permute(x, devices=4) for x in arrays.values())
+    with caplog.at_level(logging.INFO, "striped_attention"):
+        out = sa.attention(q, k, v, mesh=mesh_of(4), axis_name="sequence", layout=layout, mask=mask)
+    assert "strategy='auto' takes " in caplog.text
+    assert "planned for a layer's attention on 4 × cpu: ring " in caplog.text
+    wanted = dense_attention(*arrays.values(), mask.dense(45))
+    np.testing.assert_allclose(layout.restore(out, devices=4, length=45), wanted, atol=FLOAT32_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axis", "neighbours"),
+    [
+        ({"sequence": 8}, "sequence", 8),
+        ({"data": 2, "sequence": 4}, "sequence", 8),
+        ({"sequence": 2, "model": 4}, "sequence", 2),
+        ({"node": 2, "gpu": 4}, ("node", "gpu"), 4),
+    ],
+    ids=str,
+)
+def test_neighbours_with_a_fast_interconnect_come_from_the_mesh(sizes, axis, neighbours):
+    """A node has 8 GPUs: axes after the sequence's take their share of it, and of two axes the last one is the node."""
+    mesh = sa.make_mesh(sizes)
+    found = []
+
+    def shard(x):
+        found.append(fast_neighbours(axis, "gpu", "NVIDIA H200"))
+        return x
+
+    jax.eval_shape(jax.shard_map(shard, mesh=mesh, in_specs=P(axis), out_specs=P(axis)), jnp.ones(8))
+    assert found[-1] == neighbours
+
+
+def test_double_rings_are_planned_where_a_ring_leaves_its_node():
+    assert sa.strategy(inner=8) in candidates(16, 32, 8)
+    assert sa.strategy(inner=8) not in candidates(8, 32, 8)
+    found = {str(one.strategy): one for one in sa.plan(16, 131_072, hardware="h200").strategies}
+    ring, double = found["ring"], found["inner=8"]
+    assert ring.attention_bytes == double.attention_bytes == ring.slow_bytes
+    assert double.slow_bytes == ring.slow_bytes / 15  # one hop of 15
+    assert found["heads=16"].slow_bytes < found["heads=16"].attention_bytes
+    assert sa.plan(8, 65_536, hardware="h200").best.slow_bytes == 0
+    few = sa.plan(16, 16 * 1024, hardware="h100", layouts=[sa.striped()], strategies=[sa.strategy(inner=8)])
+    seconds = {str(one.strategy): one.attention_seconds for one in few.strategies}
+    assert seconds["inner=8"] < seconds["ring"]  # a hop between nodes takes longer than a step's arithmetic
+
+
+@pytest.mark.parametrize("strategy", ["gather", sa.strategy(gather=4), sa.strategy(gather=2, inner=2)], ids=str)
+def test_windows_send_to_the_neighbours_that_need_keys_alone(strategy):
+    """Whatever the strategy: one hop to the next device where a window is no longer than a device's tokens."""
+    mesh, slots = mesh_of(8), 8
+    x = jnp.ones((1, 8 * slots, 4, 4))
+    options = dict(mesh=mesh, axis_name="sequence", layout=sa.contiguous(), mask=sa.sliding_window(slots))
+    program = jax.make_jaxpr(functools.partial(sa.attention, strategy=strategy, **options))(x, x, x)
+    assert [places for *_, places in hops(program.jaxpr)] == [1, 1]
+    assert "all_gather" not in str(program)
+    everything = jax.make_jaxpr(functools.partial(sa.attention, **{**options, "mask": sa.causal()}, strategy=strategy))
+    assert "all_gather" in str(everything(x, x, x))
+
+
+def test_a_double_ring_is_one_where_all_keys_are_needed():
+    rings = make_rings(4, sa.striped(), None, 0, 64, 64, 8)
+    assert [(ring.size, ring.stride, len(ring.offsets)) for ring in rings] == [(2, 4, 2), (4, 1, 4)]
+    assert [rings[0].shift(group, 1) for group in range(8)] == [4, 5, 6, 7, 0, 1, 2, 3]
+    assert [rings[1].shift(group, -1) for group in range(8)] == [3, 0, 1, 2, 7, 4, 5, 6]
+    (single,) = make_rings(4, sa.contiguous(), 8, 0, 64, 64, 8)
+    assert single.offsets == (0, 1)
