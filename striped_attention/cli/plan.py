@@ -200,6 +200,8 @@ def _by_strategy(found: Plan) -> list[Any]:
         caption="sent: by a device for a layer's attention, both passes; far: of it between nodes or pods",
         caption_justify="left",
     )
+    for column in shown.columns:
+        column.overflow = "fold"  # on narrow terminals
     for choice in found.strategies:
         memory = gigabytes(sum(choice.memory.values())) + ("" if found.fits(choice) else ", too much")
         shown.add_row(
