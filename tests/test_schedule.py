@@ -42,6 +42,30 @@ def test_a_program_without_a_schedule_is_refused():
         transfers(PROGRAM.replace("is_scheduled=true, ", ""))
 
 
+GATHERED = """HloModule jit_both, is_scheduled=true, entry_computation_layout={()}
+
+%on_a_sparse_core (p: bf16[1,8,2,4]) -> bf16[1,32,2,4] {
+  %p.1 = bf16[1,8,2,4]{3,2,1,0} parameter(0)
+  ROOT %gather.1 = bf16[1,32,2,4]{3,2,1,0} all-gather(%p.1), channel_id=1, dimensions={1}
+}, execution_thread="sparsecore"
+
+ENTRY %main (k: bf16[1,8,2,4]) -> bf16[1,32,2,4] {
+  %k = bf16[1,8,2,4]{3,2,1,0} parameter(0)
+  %begin.1 = (bf16[1,8,2,4]{3,2,1,0}, bf16[1,32,2,4]{3,2,1,0}) all-gather-start(%k), metadata={op_name="a/keys/gather"}
+  %begin.2 = ((bf16[1,8,2,4]{3,2,1,0}, token[]), bf16[1,32,2,4]{3,2,1,0}) call-start(%k), to_apply=%on_a_sparse_core
+  %end.1 = bf16[1,32,2,4]{3,2,1,0} all-gather-done(%begin.1)
+  %attention.1 = (f32[1,8,2,4]{3,2,1,0}) custom-call(%end.1), custom_call_target="tpu_custom_call"
+  ROOT %end.2 = bf16[1,32,2,4]{3,2,1,0} call-done(%begin.2)
+}
+"""
+
+
+def test_what_another_core_gathers_is_a_transfer_where_it_begins():
+    found = [(t.name, t.bytes, t.hidden, t.source) for t in transfers(GATHERED, "all-gather")]
+    assert found == [("begin.1", 512, False, "a/keys/gather"), ("begin.2", 512, True, "")]
+    assert transfers(GATHERED) == []
+
+
 SENT = """HloModule jit_token, is_scheduled=true, entry_computation_layout={()}
 
 ENTRY %main (x: f32[2,8]) -> f32[2,8] {

@@ -19,7 +19,10 @@ from striped_attention.errors import UsageError
 from striped_attention.kernels import choice
 from striped_attention.kernels.contract import Block
 from striped_attention.kernels.tpu import kernel as kernel_pallas_tpu
+from striped_attention.runtime import compiler
 from striped_attention.runtime.schedule import transfers
+from striped_attention.strategies.messages import Messages
+from striped_attention.strategies.strategy import resolve
 from tests.test_mesh import hops
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: make test-tpu")
@@ -79,22 +82,67 @@ def test_rings_follow_the_torus(name):
     assert max(hops([(*chip.coords, chip.core_on_chip) for chip in mesh.devices.flat])) == 1
 
 
-@pytest.mark.parametrize("layout", [sa.striped(1024), sa.striped(1), sa.zigzag(), sa.contiguous()], ids=str)
-def test_every_transfer_of_a_ring_of_16_is_hidden(layout):
-    """Keys and values, and their gradients, forward and backward: attention runs while they are on their way."""
-    mesh = sa.make_mesh({"sequence": 16}, pod(PODS["v4"]))
+def compile_attention(name, strategy, layout, **options):
+    """Both passes of attention over all devices of a pod: 262,144 tokens, 16 heads of 128."""
+    mesh = sa.make_mesh({"sequence": 16}, pod(name))
     spec = PartitionSpec(None, "sequence", None, None)
     x = jax.ShapeDtypeStruct((1, 262_144, 16, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
 
     def both(q, k, v, dout):
-        options = dict(mesh=mesh, axis_name="sequence", layout=layout, mask=sa.causal(), strategy="ring")
-        attend = functools.partial(sa.attention, **options)
-        out, pull = jax.vjp(attend, q, k, v)
+        where = dict(mesh=mesh, axis_name="sequence", layout=layout, mask=sa.causal(), strategy=strategy)
+        out, pull = jax.vjp(functools.partial(sa.attention, **where), q, k, v)
         return out, pull(dout)
 
-    sent = transfers(jax.jit(both).lower(x, x, x, x).compile().as_text())
+    options = {**sa.compiler_options(device=pod(name)[0]), **options}
+    return jax.jit(both).lower(x, x, x, x).compile(compiler_options=options)
+
+
+@pytest.mark.parametrize("layout", [sa.striped(1), sa.zigzag(), sa.contiguous()], ids=str)
+def test_every_transfer_of_a_ring_of_16_is_hidden(layout):
+    """Keys and values, and their gradients, forward and backward: attention runs while they are on their way."""
+    sent = transfers(compile_attention(PODS["v4"], "ring", layout).as_text())
     assert {transfer.dtype for transfer in sent} == {"bf16", "f32"}
     assert [transfer for transfer in sent if not transfer.hidden] == []
+
+
+SPARSE_CORE = {  # as in docs/tpu.md
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_use_single_sparse_core_for_all_gather_offload": "true",
+    "xla_tpu_enable_concurrent_sparse_core_offloading": "true",
+    "xla_tpu_sparse_core_ici_overlap_limit": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "hidden", "options"),
+    [  # how many transfers of each kind, and how many at least are hidden behind attention
+        ("v4", "ring", {"collective-permute": (16, 16)}, {}),
+        ("v4", "gather", {"all-gather": (8, 12), "all-reduce": (0, 8)}, {}),
+        ("v4", "heads", {"all-to-all": (0, 8)}, {}),
+        ("v4", sa.strategy(heads=4), {"collective-permute": (12, 14), "all-to-all": (0, 8)}, {}),
+        ("v4", sa.strategy(heads=2, gather=2), {"collective-permute": (2, 16), "all-gather": (4, 16)}, {}),
+        ("v5p", "ring", {"collective-permute": (16, 16)}, {}),
+        ("v5p", "gather", {"all-gather": (8, 12), "all-reduce": (0, 8)}, SPARSE_CORE),
+        ("v5p", "heads", {"all-to-all": (0, 8)}, {}),
+        ("v5p", sa.strategy(heads=4), {"collective-permute": (14, 14), "all-to-all": (0, 8)}, {}),
+        ("v5p", sa.strategy(heads=2, gather=2), {"collective-permute": (4, 16), "all-gather": (0, 16)}, {}),
+    ],
+    ids=lambda value: str(value) if not isinstance(value, dict) else "",
+)
+def test_strategies_hide_transfers_and_materialise_no_more_than_they_say(kind, strategy, hidden, options):
+    """Nobody can hide the first gather, nor what trades tokens for heads: attention needs it before it begins."""
+    compiled = compile_attention(PODS[kind], strategy, sa.striped(1024), **options)
+    program = compiled.as_text()
+    for operation, (least, count) in hidden.items():
+        sent = transfers(program, operation)
+        assert len(sent) == count
+        assert sum(transfer.hidden for transfer in sent) >= least
+    # XLA makes all-reduces of reduce-scatters. Those that add up dk and dv do it in float32.
+    assert {transfer.dtype for transfer in transfers(program, "all-reduce")} <= {"f32"}
+    says = Messages(16, 16, 128, resolve(strategy, 16), 16, 16_384, 2).memory
+    found = compiled.memory_analysis()
+    assert found.peak_memory_in_bytes < says
+    assert found.temp_size_in_bytes < 1.2 * says  # with the gaps between arrays
 
 
 def compile_step(capsys, tmp_path, options):
@@ -110,6 +158,7 @@ def test_the_papers_configuration(tmp_path, capsys):
     assert said["result"]["memory"] < 32e9
     assert len(said["result"]["transfers"]) == 18
     assert all(transfer["hidden"] for transfer in said["result"]["transfers"])
+    assert "collective-permute behind attention" in out
     assert "18 of 18" in out
     assert said["kernel"] == "pallas_tpu"
     assert said["longest_hop"] == 1
@@ -133,6 +182,25 @@ def test_what_does_not_fit_is_said(tmp_path, capsys, monkeypatch):
     assert "It does not fit: " in out
     assert not said["result"]["fits"]
     assert said["result"]["memory"] > said["result"]["available"] > 14e9
+
+
+def test_a_step_that_gathers_keys(tmp_path, capsys):
+    """Weights are gathered too, and are not counted."""
+    options = "--topology v4:2x2x4 --preset debug --length 16384 --text whole --strategy gather"
+    out, said = compile_step(capsys, tmp_path, options)
+    sent = said["result"]["transfers"]
+    assert {transfer["kind"] for transfer in sent} == {"all-gather"}
+    assert f"{sum(transfer['hidden'] for transfer in sent)} of {len(sent)}" in out
+    assert "all-gather behind attention" in out
+
+
+def test_options_that_the_compiler_for_tpus_does_not_know(monkeypatch):
+    device = pod(PODS["v4"])[0]
+    known = sa.compiler_options(device=device)
+    assert known == compiler.TPU_OPTIONS == sa.compiler_options("tpu")
+    monkeypatch.setattr(compiler, "TPU_OPTIONS", {"xla_no_such_option": "1", **known})
+    with pytest.warns(RuntimeWarning, match="does not know the option xla_no_such_option"):
+        assert sa.compiler_options(device=device) == known
 
 
 @pytest.mark.parametrize("name", ["v4:3x5x7", "cuda:1x1x8"])

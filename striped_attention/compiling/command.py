@@ -1,5 +1,6 @@
 """The command `striped compile`: a real training step, compiled for machines that are not here, and what that tells."""
 
+import collections
 import dataclasses
 import math
 import pathlib
@@ -26,9 +27,13 @@ from striped_attention.planning.cost import estimate, gigabytes
 from striped_attention.planning.work import count_tile_rows
 from striped_attention.runtime.mesh import make_mesh
 from striped_attention.runtime.record import metadata, write
-from striped_attention.runtime.schedule import transfers
+from striped_attention.runtime.schedule import Transfer, transfers
+from striped_attention.strategies.exchange import KEYS
 from striped_attention.training.step import Program
 
+# What attention sends, as XLA calls it. The steps of a model gather and scatter weights too.
+_KINDS = ("collective-permute", "all-gather", "reduce-scatter", "all-to-all")
+_SHARED = ("all-gather", "reduce-scatter")
 _FINE = 16  # the longest length is found to a part of this of the power of two below it
 
 
@@ -44,9 +49,8 @@ class Compiled:
     available: int | None = None
     transfers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
-    @property
-    def hidden(self) -> int:
-        return sum(transfer["hidden"] for transfer in self.transfers)
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        return [transfer for transfer in self.transfers if transfer["kind"] == kind]
 
 
 def run(config: CompileConfig) -> None:
@@ -126,8 +130,14 @@ def compile_step(program: Program) -> Compiled:
             raise
         return Compiled(length, kernel, False, time.perf_counter() - begun, *_need(str(error)))
     seconds = time.perf_counter() - begun
-    sent = [dataclasses.asdict(transfer) for transfer in transfers(compiled.as_text())]
+    sent = [dataclasses.asdict(transfer) for transfer in _sent(compiled.as_text())]
     return Compiled(length, kernel, True, seconds, compiled.memory_analysis().peak_memory_in_bytes, None, sent)
+
+
+def _sent(text: str) -> list[Transfer]:
+    """What attention sends in a program: gathered and scattered keys, but no weights."""
+    found = [transfer for kind in _KINDS for transfer in transfers(text, kind)]
+    return [transfer for transfer in found if transfer.kind not in _SHARED or KEYS in transfer.source.split("/")]
 
 
 def _choice(program: Program) -> Choice:
@@ -210,13 +220,11 @@ def _show(config: CompileConfig, record: dict[str, Any], best: Compiled) -> list
     table = rich.table.Table(box=rich.box.SIMPLE, show_header=False)
     table.add_row("peak memory of a device", gigabytes(best.memory or 0))
     table.add_row("  estimated by --dry-run", gigabytes(record["estimated_memory"]))
-    hops = f"{best.hidden} of {len(best.transfers)}" if best.transfers else "none: keys do not travel round a ring"
-    table.add_row("transfers hidden behind attention", hops)
-    for transfer in best.transfers:
-        if not transfer["hidden"]:
-            table.add_row("  [yellow]not hidden", f"{transfer['dtype']}, {gigabytes(transfer['bytes'])}")
-    for dtype in sorted({transfer["dtype"] for transfer in best.transfers}):
-        size = max(transfer["bytes"] for transfer in best.transfers if transfer["dtype"] == dtype)
+    for row in _hidden(best):
+        table.add_row(*row)
+    hops = best.of_kind(_KINDS[0])
+    for dtype in sorted({transfer["dtype"] for transfer in hops}):
+        size = max(transfer["bytes"] for transfer in hops if transfer["dtype"] == dtype)
         table.add_row(f"bytes of a hop, {dtype}", gigabytes(size))
     if record["longest_hop"] is not None:
         table.add_row("longest hop on the wire", f"{record['longest_hop']} chip{'s' * (record['longest_hop'] > 1)}")
@@ -228,6 +236,18 @@ def _show(config: CompileConfig, record: dict[str, Any], best: Compiled) -> list
     table.add_row("  at most", f"{work['bound']:.2f}")
     table.add_row("compiled in", f"{best.seconds:.0f} s")
     return [*lines, table]
+
+
+def _hidden(best: Compiled) -> list[tuple[str, str]]:
+    """How many transfers of each kind are hidden behind attention, and which are not."""
+    rows = []
+    for kind in _KINDS:
+        sent = best.of_kind(kind)
+        if sent:
+            rows.append((f"{kind} behind attention", f"{sum(t['hidden'] for t in sent)} of {len(sent)}"))
+        open_ = collections.Counter((t["dtype"], t["bytes"]) for t in sent if not t["hidden"])
+        rows += [("  [yellow]not hidden", f"{n} × {dtype}, {gigabytes(size)}") for (dtype, size), n in open_.items()]
+    return rows or [("transfers of attention", "none")]
 
 
 def _of_memory(one: Compiled) -> str:

@@ -3,6 +3,9 @@
 Reads the text of a program that XLA has scheduled (`compiled.as_text()`): there the instructions of a computation stand
 in the order in which they are issued. A transfer is hidden if attention runs between its start and its end. A device
 takes one branch of a conditional, nobody knows which: the conditional counts if it can run attention.
+
+A transfer in two halves is written `all-gather-start` and `all-gather-done`. One that another core of a TPU carries out
+is a computation with an `all-gather` in it, which `call-start` or `async-start` calls.
 """
 
 import dataclasses
@@ -16,18 +19,23 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(
     r"(?:body|calls|to_apply|true_computation|false_computation)=%([\w.\-]+)|branch_computations=\{([^}]*)\}"
 )
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_SOURCE = re.compile(r'op_name="([^"]*)"')
+_CALLS = ("call-start", "async-start")  # begin a computation on another core
 _SIZES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A message to other devices: where in the program, how many bytes, and whether attention runs meanwhile."""
+    """A message to other devices: where in the program, bytes of its result, and whether attention runs meanwhile."""
 
     name: str
     computation: str
     dtype: str
     bytes: int
     hidden: bool
+    kind: str = "collective-permute"
+    source: str = ""  # the JAX operation that it was made of, with its scopes, where XLA says so
 
 
 class _Instruction(NamedTuple):
@@ -43,28 +51,38 @@ def transfers(program: str, kind: str = "collective-permute") -> list[Transfer]:
         raise ValueError("The program has not been scheduled: give the text of a compiled one, compiled.as_text().")
     computations = dict(_computations(program))
     busy = {name for name in computations if _attends(name, computations, {})}
+    every = [instruction for instructions in computations.values() for instruction in instructions]
+    elsewhere = {name for instruction in every if instruction.operation in _CALLS for name in _called(instruction)}
     found = []
     for computation, instructions in computations.items():
+        if computation in elsewhere:
+            continue
         for i, instruction in enumerate(instructions):
-            if instruction.operation not in (kind, f"{kind}-start"):
+            if not _sends(instruction, kind, computations):
                 continue
-            meanwhile = []
+            meanwhile, shape = [], instruction.shape
             if instruction.operation.endswith("-start"):
                 ends = (j for j, other in enumerate(instructions) if _ends(other, instruction))
-                meanwhile = instructions[i + 1 : next(ends, len(instructions))]
+                end = next(ends, len(instructions))
+                meanwhile = instructions[i + 1 : end]
+                shape = instructions[end].shape if end < len(instructions) else shape
             hidden = any(_works(other, busy) for other in meanwhile)
-            dtype, size = _size(instruction.shape)
-            found.append(Transfer(instruction.name, computation, dtype, size, hidden))
+            dtype, size = _size(shape)
+            source = _SOURCE.search(instruction.rest)
+            where = (instruction.name, computation, dtype, size, hidden, kind)
+            found.append(Transfer(*where, source[1] if source else ""))
     return found
 
 
 def traffic(program: str, devices: int) -> dict[str, int]:
     """Bytes that a device sends in a compiled program, by kind of operation, rings being what XLA makes of them.
 
-    Those in a loop count once. All devices take part in each.
+    An operation of groups of devices counts for one group, one in a loop as often as the loop runs, if XLA knows.
     """
     sent: dict[str, int] = {}
-    for instructions in dict(_computations(program)).values():
+    computations = dict(_computations(program))
+    times = _times(computations)
+    for name, instructions in computations.items():
         for instruction in instructions:
             operation = instruction.operation.removesuffix("-start")
             if operation not in _SHARES:
@@ -72,8 +90,35 @@ def traffic(program: str, devices: int) -> dict[str, int]:
             sizes = [_size(shape)[1] for shape in re.findall(r"\w+\[[\d,]*\]", instruction.shape)]
             # The shape of what begins an operation lists what goes in before what comes out.
             size = sum(sizes) if operation == instruction.operation else sizes[-1]
-            sent[operation] = sent.get(operation, 0) + int(_SHARES[operation](devices) * size)
+            share = _SHARES[operation](_group(instruction, devices))
+            sent[operation] = sent.get(operation, 0) + times.get(name, 1) * int(share * size)
     return sent
+
+
+def _times(computations: dict[str, list[_Instruction]]) -> dict[str, int]:
+    """How often the computations of loops run, those of nested loops too; what is no loop's is not in it."""
+    found: dict[str, int] = {}
+
+    def visit(name: str, times: int) -> None:
+        for instruction in computations.get(name, []):
+            runs = _TRIPS.search(instruction.rest) if instruction.operation == "while" else None
+            inside = times * (int(runs[1]) if runs else 1)
+            for called in _called(instruction):
+                if inside > 1:
+                    found[called] = inside
+                visit(called, inside)
+
+    called = {name for instructions in computations.values() for one in instructions for name in _called(one)}
+    for name in computations.keys() - called:
+        visit(name, 1)
+    return found
+
+
+def _group(instruction: _Instruction, devices: int) -> int:
+    """How many devices take part in an operation together."""
+    listed = re.search(r"replica_groups=\{\{([\d,]+)\}", instruction.rest)
+    counted = re.search(r"replica_groups=\[\d+,(\d+)\]", instruction.rest)
+    return len(listed[1].split(",")) if listed else int(counted[1]) if counted else devices
 
 
 # What a device sends of the size of an operation's result, on so many devices.
@@ -84,6 +129,13 @@ _SHARES: dict[str, Callable[[int], float]] = {
     "all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1 if n > 1 else 0,
 }
+
+
+def _sends(instruction: _Instruction, kind: str, computations: dict[str, list[_Instruction]]) -> bool:
+    """Whether it is a transfer of a kind, or has another core do one."""
+    if instruction.operation not in _CALLS:
+        return instruction.operation in (kind, f"{kind}-start")
+    return any(other.operation == kind for name in _called(instruction) for other in computations.get(name, []))
 
 
 def _ends(other: _Instruction, start: _Instruction) -> bool:

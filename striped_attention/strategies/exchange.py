@@ -18,6 +18,8 @@ from striped_attention.core.mask import Mask
 from striped_attention.strategies.hops import Ring
 from striped_attention.strategies.problem import Problem
 
+KEYS = "attention_keys"  # the scope of what is gathered and scattered, in compiled programs
+
 
 def to_heads(problem: Problem, q: Array, k: Array, v: Array, mask: Mask, bias: Any, sinks: Any) -> Any:
     """All tokens of a group of neighbours, for this device's share of the heads. The mask has no heads."""
@@ -72,6 +74,7 @@ def _back_again(name: AxisName, groups: Any, split: int, concat: int, _: None, d
 _all_to_all.defvjp(lambda *args: (_all_to_all.fun(*args), None), _back_again)
 
 
+@jax.named_scope(KEYS)
 def gather(problem: Problem, x: Any) -> Any:
     """What the devices that gather together have, of keys."""
     if problem.strategy.gather == 1:
@@ -86,6 +89,7 @@ def gather(problem: Problem, x: Any) -> Any:
     return jax.tree.map(one, x)
 
 
+@jax.named_scope(KEYS)
 def scatter(problem: Problem, x: Any) -> Any:
     """Sums, over the devices that gather together, of what belongs to this device's keys: `gather` backwards."""
     if problem.strategy.gather == 1:
@@ -94,7 +98,11 @@ def scatter(problem: Problem, x: Any) -> Any:
 
     def one(leaf: Array) -> Array:
         apart, groups = problem.query_layout.split(leaf, *size), _gatherers(problem)
-        return lax.psum_scatter(apart, problem.axis_name, scatter_dimension=1, tiled=True, axis_index_groups=groups)
+        total = lax.psum_scatter(apart, problem.axis_name, scatter_dimension=1, tiled=True, axis_index_groups=groups)
+        # If this sum is rounded to the dtype of k and v next, XLA for TPUs would round what it sums as well. This
+        # identity keeps it from that.
+        exact = jnp.finfo(total.dtype)
+        return lax.reduce_precision(total, exact.nexp, exact.nmant)
 
     return jax.tree.map(one, x)
 

@@ -156,7 +156,7 @@ class Program:
     @functools.cached_property
     def compiled(self) -> Any:
         """The step, compiled now."""
-        options = compiler_options(self.platform, self.config.deterministic)
+        options = compiler_options(deterministic=self.config.deterministic, device=self.mesh.devices.flat[0])
         return self.step.lower(self.state, self.inputs).compile(compiler_options=options)
 
     def _step(self, state: State, inputs: Inputs) -> tuple[State, dict[str, Any]]:
