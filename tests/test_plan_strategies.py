@@ -81,6 +81,7 @@ PUBLISHED = [
     ("Magi's charts, H100, 8k tokens a GPU, 8 GPUs, causal", (8, 65_536, "h100"), ["heads=8", "ring"]),
     ("the same, 64 GPUs: Ulysses and USP before rings", (64, 524_288, "h100"), ["heads=8", "ring"]),
     ("prime-rl, 64k on four H200s: Ulysses 85k tokens/s, ring 57k", (4, 65_536, "h200"), ["heads=4", "ring"]),
+    ("MaxText, 64 v5p: 9.34, 9.71 and 10.78 s", (64, 262_144, "v5p"), ["heads=32", "gather=64", "ring"]),
 ]  # fmt: skip
 
 

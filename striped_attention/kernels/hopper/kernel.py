@@ -32,7 +32,8 @@ _SHARED = 384  # columns of keys and values of which two tiles fit into shared m
 WIDTH = 64  # heads are widened to a multiple of this
 # What a kernel of this design that comes with JAX reaches on an H200, of whole blocks: 611 TFLOP/s forward and, in two
 # passes, 473 backward.
-RATES = {"gpu": Rates(Rate(0.618), Rate(0.478), "assumed, not measured", lanes=WIDTH)}
+# Bytes per query element of a ring's step are counted: a float32 partial result is written, and merged into another.
+RATES = {"gpu": Rates(Rate(0.618, 16.0), Rate(0.478, 16.0), "assumed, not measured", lanes=WIDTH)}
 KINDS = ["H20", "H100", "H200", "H800", "GH200"]  # words of a device's name; all have compute capability 9.0
 _BROKEN = range(12080, 12091)  # versions of CUDA whose assembler gets masked attention wrong; JAX's own kernel says so
 

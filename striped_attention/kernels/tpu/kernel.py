@@ -45,7 +45,8 @@ class _Chip(NamedTuple):
 _SMALL, _LARGE = _Chip((512, 1024), None), _Chip((1024, 1024), 48 * 2**20)
 _CHIPS = {"tpu v2": _SMALL, "tpu v3": _SMALL, "tpu v4": _SMALL}
 # Nothing was measured on a TPU; fused kernels of others reach about as much of a chip's peak.
-RATES = {"tpu": Rates(Rate(0.5), Rate(0.5), "assumed, not measured", lanes=128)}
+# Bytes per query element of a ring's step are counted: a float32 partial result is written, and merged into another.
+RATES = {"tpu": Rates(Rate(0.5, 16.0), Rate(0.5, 16.0), "assumed, not measured", lanes=128)}
 
 
 def default_tile(request: Request) -> tuple[int, int]:
