@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import math
+import os
 import pathlib
 import re
 import time
@@ -65,6 +66,7 @@ def run(config: CompileConfig) -> None:
     options = {name: str(value) if isinstance(value, pathlib.Path) else value for name, value in vars(config).items()}
     record = metadata("compile", options, packages=["libtpu"])
     record |= {"device": devices[0].device_kind, "devices": len(devices), "mesh": dict(mesh.shape)}
+    record["libtpu_init_args"] = os.environ.get("LIBTPU_INIT_ARGS")
 
     def program(length: int) -> Program:
         return Program(config.training(length), mesh, documents=config.text == "documents")
