@@ -19,6 +19,8 @@ from striped_attention.kernels.contract import Block
 from striped_attention.kernels.hopper import kernel
 from striped_attention.runtime.compiler import GPU_OPTIONS
 from striped_attention.runtime.schedule import transfers
+from striped_attention.strategies.messages import Messages
+from striped_attention.strategies.strategy import resolve
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.step import Program
 
@@ -73,7 +75,7 @@ def ring_of_eight(layout, mask, options, **more):
 
 
 def ring_of(devices, name, layout, mask, options, strategy="ring"):
-    """The program of both passes over so many GPUs, 8,192 tokens on each."""
+    """The program of both passes over so many GPUs, 8,192 tokens on each; it needs no more memory than is planned."""
     mesh, length = sa.make_mesh({"sequence": devices}, machine(name)), 8192 * devices
     where = NamedSharding(mesh, PartitionSpec(None, "sequence"))
     q, k = (jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16, sharding=where) for heads in (32, 8))
@@ -89,7 +91,11 @@ def ring_of(devices, name, layout, mask, options, strategy="ring"):
         out, pull = jax.vjp(attend, q, k, v)
         return out, pull(dout)
 
-    return jax.jit(both, compiler_options=options).lower(q, k, k, q, mask).compile().as_text()
+    compiled = jax.jit(both, compiler_options=options).lower(q, k, k, q, mask).compile()
+    memory = compiled.memory_analysis()
+    needed = memory.temp_size_in_bytes + memory.argument_size_in_bytes + memory.output_size_in_bytes
+    assert needed <= Messages(32, 8, 128, resolve(strategy, devices), devices, 8192, 2).memory
+    return compiled.as_text()
 
 
 @pytest.mark.parametrize(
@@ -145,7 +151,7 @@ def test_traded_heads_leave_no_other_transfers():
 
 
 def test_a_training_step_on_packed_documents(tmp_path, capsys):
-    options = "--topology h200:1x1x8 --preset 1b --length 64k --kernel hopper"
+    options = "--topology h200:1x1x8 --preset 1b --length 64k --kernel hopper --strategy ring"
     assert cli.main(["compile", *options.split(), "--output", f"{tmp_path}/said.json"]) == 0
     said = json.loads((tmp_path / "said.json").read_text())
     assert said["kernel"] == "hopper"

@@ -24,6 +24,7 @@ class Hardware:
     group: int  # devices
     far_wire: float  # bytes/s, one way, a device's share
     source: str
+    links: int = 1  # wires of a device that an all-gather can use at once
 
     @property
     def usable(self) -> float:
@@ -45,13 +46,15 @@ _TABLE = (
     Hardware("b200", ("b200",),          "gpu", 2250*TERA,  180*GIGA,  8000*GIGA,  900*GIGA,    8, 50*GIGA,
              f"HGX B200 data sheet (4.5 PFLOP/s with sparsity); NVLink 5: 1800 GB/s both ways; {_NDR}"),
     Hardware("v4",   ("tpu v4",),        "tpu",  275*TERA, 34.4*GIGA,  1200*GIGA,   50*GIGA, 4096, 3.1*GIGA,
-             f"cloud.google.com/tpu/docs/v4: 32 GiB, 2400 Gb/s a chip over 6 links; {_ICI}, taken to be v5p's half"),
+             f"cloud.google.com/tpu/docs/v4: 32 GiB, 2400 Gb/s a chip over 6 links; {_ICI}, taken to be v5p's half",
+             links=6),
     Hardware("v5e",  ("tpu v5 lite", "tpu v5e"), "tpu", 197*TERA, 16*GIGA, 819*GIGA, 50*GIGA, 256, 3.1*GIGA,
-             f"cloud.google.com/tpu/docs/v5e: ICI 400 GB/s both ways over 4 ports, 6.4 Tb/s for a pod of 256; {_ICI}"),
+             f"cloud.google.com/tpu/docs/v5e: ICI 400 GB/s both ways over 4 ports, 6.4 Tb/s for a pod of 256; {_ICI}",
+             links=4),
     Hardware("v5p",  ("tpu v5",),        "tpu",  459*TERA,   95*GIGA,  2765*GIGA,  100*GIGA, 8960, 6.25*GIGA,
-             f"cloud.google.com/tpu/docs/v5p: ICI 1200 GB/s both ways over 6 ports, 50 Gb/s a chip; {_ICI}"),
+             f"cloud.google.com/tpu/docs/v5p: ICI 1200 GB/s both ways over 6 ports, 50 Gb/s a chip; {_ICI}", links=6),
     Hardware("v6e",  ("tpu v6 lite", "tpu v6e"), "tpu", 918*TERA, 32*GIGA, 1638*GIGA, 100*GIGA, 256, 12.5*GIGA,
-             f"cloud.google.com/tpu/docs/v6e: ICI 800 GB/s both ways over 4 ports, 100 Gb/s a chip; {_ICI}"),
+             f"cloud.google.com/tpu/docs/v6e: ICI 800 GB/s both ways over 4 ports, 100 Gb/s a chip; {_ICI}", links=4),
     Hardware("cpu",  (),                 "cpu", 0.082*TERA,  12*GIGA,    21*GIGA,    1*GIGA,    2,  1*GIGA,
              "one core of the AMD EPYC of benchmarks/results/cpu_balance.json: a product of 2048 × 2048 matrices in "
              "float32 and a copy, measured; its share of the memory; wires assumed"),

@@ -75,30 +75,39 @@ class Messages:
 
     @property
     def groups(self) -> int:
-        """Groups of heads whose keys come one after the other."""
+        """Groups of heads whose keys are gathered one after the other."""
         copies, shared = self.strategy.key_copies(self.heads, self.kv_heads), self.strategy.heads
-        many = split_heads(self.strategy.gather, self.heads // shared, self.kv_heads * copies // shared)
-        return 1 if self.hops else len(many)
+        return len(split_heads(self.strategy.gather, self.heads // shared, self.kv_heads * copies // shared))
 
     @property
     def gathered(self) -> int:
-        """Numbers of keys and values that are in memory beside a device's own: those at work and the next ones."""
-        sets = 2 if self.hops else min(2, self.groups) / self.groups
+        """Numbers of gathered keys and values in memory: those at work, the next ones, in a ring also its next ones."""
+        sets = min(3 if self.hops else 2, self.groups) / self.groups
         return int(2 * self.keys * (self.strategy.gather - 1) * sets)
 
     @property
     def memory(self) -> int:
-        """Bytes at the peak of the backward pass.
+        """Bytes at the peak of the backward pass, inputs and results included.
 
-        Seen in compiled steps: of the queries' size q, the result and what its rounding lost, and in float32 the
-        result, its gradient and dq with their copies for a loop; of the keys' size k and v that are held, sent and
-        kept, and the sums of dk and dv: at home, travelling, arriving, of this block.
+        As seen in programs compiled for H200s and TPUs. Of the queries' size: q, the result and what its rounding lost;
+        in float32 the result and its gradient, in a ring also dq, with their copies for a loop. Of the keys' size: k
+        and v that are held, sent and kept, and the sums of dk and dv: at home, travelling, arriving, of this block.
+        Gathered keys and their float32 gradients are there twice, as they come and sorted by position.
         """
         travelling = min(self.hops + 1, 3)
         traded = (2 * self.queries + 4 * self.keys) * self.width if self.strategy.heads > 1 else 0  # before and after
         return (
-            self.queries * (3 * self.width + 6 * FLOAT32)
+            self.queries * (3 * self.width + (6 if self.hops else 2) * FLOAT32)
             + 2 * self.keys * (travelling * self.width + (1 + travelling) * FLOAT32)
             + traded
-            + self.gathered * (self.width + FLOAT32)
+            + self.gathered * 2 * (self.width + FLOAT32)
+            + self._of_double_ring
         )
+
+    @property
+    def _of_double_ring(self) -> int:
+        """Bytes of a round's own result and sums. XLA unrolls short loops, and then keeps the results of all steps."""
+        if self.strategy.inner == 1:
+            return 0
+        kept = self.hops + 1 if self.strategy.inner <= 4 else 0
+        return (self.queries * (1 + kept) + 4 * self.keys) * FLOAT32

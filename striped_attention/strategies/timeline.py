@@ -108,24 +108,30 @@ def passes(workload: Workload, chosen: Choice, tiles: Counts, needed: np.ndarray
     again = 2 if workload.again else 1
     more = FLOAT32 / messages.width  # gradients of keys and values are float32
     trade = messages.trade / workload.wire_of(strategy.heads) + (LATENCY if strategy.heads > 1 else 0.0)
-    # Gathered keys in bytes that take the ring's wire as long, for each of its steps, and what cannot be hidden: those
-    # of the first group of heads, and backward the sums of the last.
-    near = workload.wire_of(strategy.group)
-    gathered = messages.gather / (messages.hops + 1) * (1.0 if near == workload.wire else workload.wire / near)
-    first = gathered / messages.groups / workload.wire + (LATENCY if strategy.gather > 1 else 0.0)
-    hidden = gathered * (1 - 1 / messages.groups)
+    # Gathered keys of a step, in bytes that take the ring's interconnect as long. Those of the first group of heads
+    # have nothing to overlap with, and backward the sums of the last. XLA for TPUs overlaps none of it, and makes a sum
+    # an all-reduce, twice the bytes (docs/tpu.md).
+    overlaps = hardware.platform != "tpu"
+    gathered = 0.0
+    if strategy.gather > 1:
+        gathered = messages.gather / (messages.hops + 1) * workload.wire / workload.gather_wire
+    share = 1 / messages.groups if overlaps else 1.0
+    wait = gathered * share / workload.wire + (LATENCY if strategy.gather > 1 else 0.0)
+    sums = more if overlaps else 2 * more
     kv = float(messages.hop)
     order = list(range(hops + 1))
     if not hops:
-        forward = make(rates.forward, 1.0, order, [1.0], [hidden], trade + first)
-        sent = [hidden * (1 + more)]
-        return forward, make(rates.backward, BACKWARD, order, [1.0], sent, again * trade + first * (1 + more))
-    # What hops is gathered next: of the two the longer one is hidden, and the other way round sums.
-    most, least = max(kv, gathered), min(kv, gathered) * hops / workload.wire
-    forward = make(rates.forward, 1.0, order, [1.0] * len(order), [most] * hops + [0.0], trade + first + least)
+        behind = gathered * (1 - share)
+        forward = make(rates.forward, 1.0, order, [1.0], [behind], trade + wait)
+        exposed = again * trade + wait * (1 + sums)
+        return forward, make(rates.backward, BACKWARD, order, [1.0], [behind * (1 + more)], exposed)
+    # What hops is gathered next, the first group of its heads in the same step.
+    step = max(kv + gathered * share, gathered) if overlaps else kv
+    waits = wait if overlaps else wait * (hops + 1)
+    forward = make(rates.forward, 1.0, order, [1.0] * len(order), [step] * hops + [0.0], trade + waits)
     halves = [0.5, *[1.0] * hops, 0.5]
-    sent = [most * (step < hops) + most * more * (step > 1) for step in range(hops + 2)]
+    sent = [step * (i < hops) + step * more * (i > 1) for i in range(hops + 2)]
     # Backward, a double ring's first hop to the next node has nothing to overlap with.
-    late = kv / workload.hardware.far_wire if workload.wire != workload.wire_of(workload.plain.devices) else 0.0
-    exposed = again * trade + first + least * (1 + more) + late
+    late = kv / hardware.far_wire if workload.wire != workload.wire_of(workload.plain.devices) else 0.0
+    exposed = again * trade + waits * (1 + sums) + late
     return forward, make(rates.backward, BACKWARD, [*order, 0], halves, sent, exposed)

@@ -49,6 +49,12 @@ class Workload:
         """Bytes per second among so many neighbours."""
         return self.hardware.wire if neighbours <= self.hardware.group else self.hardware.far_wire
 
+    @property
+    def gather_wire(self) -> float:
+        """Bytes per second at which a device receives what is gathered: over all of its links, inside of a pod."""
+        near = self.strategy.group <= self.hardware.group
+        return self.hardware.wire * self.hardware.links if near else self.hardware.far_wire
+
     def needed(self) -> np.ndarray:
         """Which steps the ring makes, by how many places back keys come from."""
         made = np.zeros(self.plain.devices // self.strategy.group, bool)
