@@ -2,10 +2,14 @@
 
 strategy     sizes of groups of devices: heads × gather × ring
 problem      the block of any group's queries with any group's keys
-exchange     what moves: all-to-all, all-gather, hops
+hops         the rings, and from how many places back keys are needed
+exchange     what moves: all-to-all, all-gather, reduce-scatter, hops
 head_groups  the heads of a block in parts
-ring         when it moves, and the derivative of it all
-hops         from how many places back keys are needed
+pipeline     keys that are on their way while others are attended to
+forward      the steps of the forward pass
+backward     the steps of the backward pass
+ring         attention over a mesh axis, and its derivative
+
 work         tiles of every device and step
 messages     bytes that a strategy sends and holds
 workload     the attention of a layer, and how it is to be done

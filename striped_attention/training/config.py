@@ -42,7 +42,8 @@ class TrainConfig:
     strategy: str = AUTO
     """How queries and keys of different devices meet: ring (keys travel), heads (each device takes the whole sequence
     for its share of the heads), gather (each device gathers all keys), or groups of neighbours and a ring of groups,
-    like heads=2 or heads=2,gather=4. auto: what is planned to be the fastest of those that fit in memory."""
+    like heads=2 or heads=2,gather=4; inner=8 makes a double ring. auto: what is planned to be the fastest of those that
+    fit in memory."""
     steps: int = 100
     """Steps of the whole run, those before a resume included."""
     seed: int = 0
