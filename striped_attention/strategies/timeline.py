@@ -19,7 +19,7 @@ from striped_attention.strategies.messages import FLOAT32
 from striped_attention.strategies.work import Counts
 from striped_attention.strategies.workload import Workload
 
-LATENCY = 20e-6  # seconds of an exchange besides its bytes; assumed
+LATENCY = 20e-6  # seconds of a message besides its bytes; assumed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,18 +60,23 @@ class Pass:
         """Seconds that the mean device computes, if it has this many tiles of every block."""
         return float(self.work(mean[self.block], slice(None)).sum())
 
+    @property
+    def transfer(self) -> np.ndarray:
+        """Seconds that each step's messages take."""
+        return self.sent / self.wire + LATENCY * (self.sent > 0)
+
     def is_hidden(self, most: np.ndarray) -> bool:
         """Whether the wire is never slower than the busiest device, which has this many tiles of every block."""
-        return bool((self.sent / self.wire <= self.work(most[self.block], slice(None))).all())
+        return bool((self.transfer <= self.work(most[self.block], slice(None))).all())
 
     def begins(self) -> Iterator[np.ndarray]:
         """When the devices begin each step and, last, when they end; see above."""
         now = np.zeros(self.tiles.shape[1])
-        for step, (block, sent) in enumerate(zip(self.block, self.sent, strict=True)):
+        for step, (block, transfer) in enumerate(zip(self.block, self.transfer, strict=True)):
             yield now
             circle = np.concatenate([now[-1:], now, now[:1]])
             together = np.maximum(np.maximum(circle[:-2], circle[2:]), now)
-            now = np.maximum(now + self.work(self.tiles[block], step), together + sent / self.wire)
+            now = np.maximum(now + self.work(self.tiles[block], step), together + transfer)
         yield now
 
     def seconds(self) -> float:
@@ -82,7 +87,7 @@ class Pass:
         *begins, ends = self.begins()
         work = np.stack([self.work(self.tiles[block], step) for step, block in enumerate(self.block)], axis=1)
         seconds = float(ends.max()) + self.exposed
-        return Timeline(np.stack(begins, axis=1), work, self.sent / self.wire, self.sent, seconds)
+        return Timeline(np.stack(begins, axis=1), work, self.transfer, self.sent, seconds)
 
 
 def tile_flops(workload: Workload, tile: tuple[int, int]) -> int:
