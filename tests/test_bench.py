@@ -26,7 +26,7 @@ from striped_attention.kernels.cudnn import binding as cudnn
 from striped_attention.models import llama as model
 from striped_attention.options import parse_mask
 from striped_attention.runtime.hardware import hardware_of
-from striped_attention.strategies import ring
+from striped_attention.strategies import exchange
 from striped_attention.strategies.problem import Problem
 from striped_attention.strategies.work import count_pairs
 from tests.team import Here
@@ -346,7 +346,7 @@ def test_the_step_without_attention_keeps_all_products_of_weights(monkeypatch):
 def cheap_attention(q, k, v, *, axis_name, layout, length, **_):
     """Sends keys and values on, and that is all: the ring's own kernels take long to compile."""
     problem = Problem(axis_name, CASE.members, layout, length, length, KERNELS["xla"], 1.0)
-    return step.without_attention(q, *ring.send(problem, (k, v), 1), None)
+    return step.without_attention(q, *exchange.send(problem, (k, v), *problem.rings(sa.causal()), 1), None)
 
 
 @pytest.mark.usefixtures("compiled_in_a_hurry")

@@ -76,7 +76,7 @@ def test_bfloat16_by_heads_is_as_good_as_plain_attention_in_bfloat16():
     ("asked", "message"),
     [
         ("rings", "strategy must be one of 'auto', 'ring', 'gather', 'heads', or sa.strategy(heads=…, gather=…); got"),
-        (sa.strategy(heads=3), "heads · gather of a strategy must divide the 8 devices of the sequence axis; got"),
+        (sa.strategy(heads=3), "heads · gather · inner of a strategy must divide the 8 devices of the sequence axis"),
         ("heads", "4 heads cannot be shared by 8 devices. Use heads=4, and a ring or gather for the rest."),
         ([2], "got [2]."),
     ],
@@ -118,7 +118,7 @@ def test_generate_chooses_layout_and_strategy_together(monkeypatch):
     ("options", "message"),
     [
         (dict(strategy="rings"), "--strategy: A strategy is written like ring, gather, heads, heads=2 or heads=2,gath"),
-        (dict(strategy="heads=3"), "--strategy heads=3: heads · gather of a strategy must divide the 8 devices"),
+        (dict(strategy="heads=3"), "--strategy heads=3: heads · gather · inner of a strategy must divide the 8"),
         (dict(strategy="heads", devices=64), "--strategy heads: A strategy shares out a device's query heads equally"),
         (dict(strategy="gather", kernel="cudnn"), "--kernel cudnn cannot do this: "),
     ],
