@@ -23,7 +23,14 @@ from striped_attention.core.layout import AxisName, Layout, check_axis, count_de
 from striped_attention.core.mask import Mask
 from striped_attention.kernels.choice import check_name, choose
 from striped_attention.kernels.contract import make_request
-from striped_attention.runtime.sharding import check_spec, current_device, fast_neighbours, mesh_for, reshard
+from striped_attention.runtime.sharding import (
+    check_spec,
+    current_device,
+    fast_neighbours,
+    is_mesh_axis,
+    mesh_for,
+    reshard,
+)
 from striped_attention.strategies.choice import choose_strategy
 from striped_attention.strategies.problem import Problem
 from striped_attention.strategies.ring import ring_attention
@@ -196,7 +203,10 @@ def attention_shard(
         platform=platform,
         device_kind=kind,
     )
-    chosen = choose_strategy(strategy, plain, kernel, neighbours=fast_neighbours(axis_name, platform, kind))
+    if is_mesh_axis(axis_name):
+        chosen = choose_strategy(strategy, plain, kernel, neighbours=fast_neighbours(axis_name, platform, kind))
+    else:  # of jax.vmap, which has no collectives of groups
+        chosen = choose_strategy("ring" if strategy == AUTO else strategy, plain, kernel)
     attend = choose(kernel, exchanged(chosen, plain)).kernel
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)

@@ -21,6 +21,7 @@ from tests.test_cache import BATCH, LAYOUTS, assert_close, empty, text, truth
 
 # A ring alone is what tests/test_cache.py has.
 CASES = [(devices, found) for devices in (2, 4, 8) for found in factorings(devices) if found.group in (4, devices)]
+CASES += [(4, sa.strategy(heads=2)), (4, sa.strategy(inner=2)), (8, sa.strategy(gather=2, inner=2))]
 HEADS = 24
 OPTIONS = [
     {},
@@ -75,7 +76,10 @@ def test_bfloat16_by_heads_is_as_good_as_plain_attention_in_bfloat16():
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ("rings", "strategy must be one of 'auto', 'ring', 'gather', 'heads', or sa.strategy(heads=…, gather=…); got"),
+        (
+            "rings",
+            "strategy must be one of 'auto', 'ring', 'gather', 'heads', or sa.strategy(heads=…, gather=…, inner=…)",
+        ),
         (sa.strategy(heads=3), "heads · gather · inner of a strategy must divide the 8 devices of the sequence axis"),
         ("heads", "4 heads cannot be shared by 8 devices. Use heads=4, and a ring or gather for the rest."),
         ([2], "got [2]."),
@@ -117,7 +121,7 @@ def test_generate_chooses_layout_and_strategy_together(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(strategy="rings"), "--strategy: A strategy is written like ring, gather, heads, heads=2 or heads=2,gath"),
+        (dict(strategy="rings"), "--strategy: A strategy is written like ring, gather, heads, heads=2 or heads=2,inn"),
         (dict(strategy="heads=3"), "--strategy heads=3: heads · gather · inner of a strategy must divide the 8"),
         (dict(strategy="heads", devices=64), "--strategy heads: A strategy shares out a device's query heads equally"),
         (dict(strategy="gather", kernel="cudnn"), "--kernel cudnn cannot do this: "),

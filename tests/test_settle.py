@@ -8,6 +8,8 @@ import striped_attention as sa
 from striped_attention import cli
 from striped_attention.errors import UsageError
 from striped_attention.kernels.cudnn import binding
+from striped_attention.models.llama import PRESETS
+from striped_attention.planning.cost import estimate
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.settle import settle
 
@@ -50,7 +52,7 @@ def test_training_with_auto_says_what_it_took(capsys):
     [
         (
             "rings",
-            "--strategy: A strategy is written like ring, gather, heads, heads=2 or heads=2,gather=4; got",
+            "--strategy: A strategy is written like ring, gather, heads, heads=2 or heads=2,inner=4; got",
         ),
         (
             "heads=3",
@@ -77,3 +79,25 @@ def test_dry_runs_count_what_a_strategy_sends(capsys):
     assert "sent: tokens for heads" in said["heads=8"]
     assert "tokens for heads" not in said["ring"] + said["gather"]
     assert sa.plan(8, 65_536, hardware="h200").fastest.strategy == sa.strategy(heads=8)
+
+
+def test_auto_plans_for_the_dtype_and_the_kernels_of_the_run(monkeypatch, caplog):
+    """cuDNN takes neither float32 nor deterministic runs, so their steps take longer."""
+    monkeypatch.setattr(binding, "EMULATED", True)
+    seconds = []
+    for options in ({}, {"deterministic": True}, {"dtype": "float32"}):
+        caplog.clear()
+        with caplog.at_level("INFO", "striped_attention"):
+            settled(dataclasses.replace(RUN, **options), 8, documents=False)
+        seconds.append(float(caplog.text.split("heads=8 ")[-1].split(" s")[0]))
+    assert min(seconds[1:]) > 2 * seconds[0]
+
+
+def test_costs_are_of_what_runs_under_a_window(monkeypatch):
+    """Gathered keys become hops to the next device."""
+    monkeypatch.setitem(PRESETS, RUN.preset, dataclasses.replace(PRESETS[RUN.preset], window=1024))
+    run = dataclasses.replace(RUN, layout="contiguous", strategy="gather")
+    costs = [estimate(dataclasses.replace(run, strategy=s), {"data": 1, "sequence": 8}) for s in ("gather", "ring")]
+    assert costs[0] == costs[1]
+    assert costs[0].hops == 1
+    assert not run.request(sa.contiguous(), 8, False, "gpu").gathered

@@ -124,7 +124,7 @@ def test_what_is_sent():
     [
         (
             "rings",
-            "must be one of 'auto', 'ring', 'gather', 'heads', or sa.strategy(heads=…, gather=…); got 'rings'.",
+            "must be one of 'auto', 'ring', 'gather', 'heads', or sa.strategy(heads=…, gather=…, inner=…); got",
         ),
         (
             sa.strategy(heads=3),

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import striped_attention as sa
 from striped_attention.core.oracle import dense_attention
@@ -79,23 +78,32 @@ def test_attention_by_default_is_exact_and_says_what_it_took(caplog):
     ("sizes", "axis", "neighbours"),
     [
         ({"sequence": 8}, "sequence", 8),
+        ({"sequence": 16}, "sequence", 8),
+        ({"data": 4, "sequence": 16, "model": 2}, "sequence", 4),
+        ({"node": 4, "gpu": 4}, ("node", "gpu"), 4),
+        ({"node": 4, "gpu": 16}, ("node", "gpu"), 8),
         ({"data": 2, "sequence": 4}, "sequence", 8),
-        ({"sequence": 2, "model": 4}, "sequence", 2),
-        ({"node": 2, "gpu": 4}, ("node", "gpu"), 4),
+        ({"sequence": 2, "model": 4}, "sequence", 8),
+        ({"node": 2, "gpu": 4}, ("node", "gpu"), 8),
+        ({"node": 4, "gpu": 2}, ("node", "gpu"), 8),
     ],
     ids=str,
 )
 def test_neighbours_with_a_fast_interconnect_come_from_the_mesh(sizes, axis, neighbours):
     """A node has 8 GPUs: axes after the sequence's take their share of it, and of two axes the last one is the node."""
-    mesh = sa.make_mesh(sizes)
-    found = []
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert fast_neighbours(axis, "gpu", "NVIDIA H200") == neighbours
 
-    def shard(x):
-        found.append(fast_neighbours(axis, "gpu", "NVIDIA H200"))
-        return x
 
-    jax.eval_shape(jax.shard_map(shard, mesh=mesh, in_specs=P(axis), out_specs=P(axis)), jnp.ones(8))
-    assert found[-1] == neighbours
+def test_under_vmap_with_an_axis_name():
+    """Devices that `jax.vmap` plays: there are no collectives of groups, so "auto" is a ring."""
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 1, 8, 2, 4)).astype("float32"))
+    options = dict(axis_name="s", layout=sa.contiguous(), mask=sa.causal())
+    out = jax.vmap(lambda x: sa.attention_shard(x, x, x, **options), axis_name="s")(x)
+    whole = x.reshape(1, 32, 2, 4)
+    wanted = dense_attention(whole, whole, whole, sa.causal().dense(32))
+    np.testing.assert_allclose(out.reshape(1, 32, 2, 4), wanted, atol=FLOAT32_TOLERANCE)
 
 
 def test_double_rings_are_planned_where_a_ring_leaves_its_node():

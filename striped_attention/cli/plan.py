@@ -63,8 +63,8 @@ class PlanConfig:
     """What to compare, like striped(1) striped(128) zigzag. Contiguous always is. Default: striped(1) striped(256)
     striped(1024) zigzag."""
     strategies: Texts = None
-    """What to compare a ring with, like heads, gather or heads=8,gather=2. Default: heads or keys shared among all
-    devices, and among those of a node or pod."""
+    """What to compare a ring with, like heads, gather, heads=8,gather=2 or inner=8. Default: heads or keys shared among
+    all devices, and among those of a node or pod, and double rings of nodes."""
     kernel: str = "auto"
     """xla, cudnn, hopper, pallas_tpu, or auto: the fastest that can do what a layout needs."""
     output: Path = None

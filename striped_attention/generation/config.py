@@ -67,7 +67,7 @@ class GenerateConfig:
     strategy: str = AUTO
     """How queries and keys of a prompt meet: ring (keys travel), heads (each device takes all new tokens for its share
     of the heads), gather (each device gathers all new keys), or groups of neighbours and a ring of groups, like heads=2
-    or heads=2,gather=4. auto: what is planned to be the fastest of those that fit in memory."""
+    or heads=2,inner=4 (a double ring). auto: what is planned to be the fastest of those that fit in memory."""
     kernel: str = "auto"
     """Attention kernel for prompts: xla, cudnn (NVIDIA GPUs) or pallas_tpu (TPUs); auto takes the fastest that can."""
 

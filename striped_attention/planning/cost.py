@@ -12,11 +12,13 @@ import jax
 import numpy as np
 
 from striped_attention.core.layout import Layout
+from striped_attention.core.mask import Mask
 from striped_attention.kernels.choice import KERNELS
+from striped_attention.kernels.contract import make_request
 from striped_attention.models.llama import ModelConfig
-from striped_attention.strategies.hops import needed_hops
 from striped_attention.strategies.messages import FLOAT32, Messages
 from striped_attention.strategies.strategy import Strategy
+from striped_attention.strategies.workload import adapted, messages_of
 
 
 @runtime_checkable
@@ -40,6 +42,7 @@ class Job(Protocol):
 
     def make_layout(self, devices: int) -> Layout: ...
     def make_strategy(self, devices: int) -> Strategy: ...
+    def known_mask(self) -> Mask: ...
 
 
 def causal_pairs(length: int) -> int:
@@ -94,11 +97,21 @@ def estimate(config: Job, mesh: dict[str, int]) -> Cost:
     pairs = config.batch * causal_pairs(config.sequence_length)
     attention = attention_flops(model, pairs)
     matrices = matrix_flops(model, config.batch * config.sequence_length)
-    shape = model.heads, model.kv_heads, model.head_dim
-    strategy = config.make_strategy(sequence)
-    groups = sequence // strategy.group
-    hops = needed_hops(layout.grouped(strategy.group), model.window, 0, config.sequence_length, padded, groups)
-    messages = Messages(*shape, strategy, sequence, tokens, width, len(hops))
+    query, key = (
+        jax.ShapeDtypeStruct((config.batch // mesh["data"], padded // sequence, heads, model.head_dim), config.dtype)
+        for heads in (model.heads, model.kv_heads)
+    )
+    plain = make_request(
+        query,
+        key,
+        mask=config.known_mask(),
+        layout=layout,
+        devices=sequence,
+        length=config.sequence_length,
+        platform="cpu",  # on which nothing here depends
+        here=False,
+    )
+    messages = messages_of(plain, adapted(config.make_strategy(sequence), plain))
     return Cost(
         parameters=model.parameters,
         devices=devices,

@@ -25,7 +25,7 @@ from striped_attention.runtime.hardware import HARDWARE, Hardware
 from striped_attention.strategies.choice import Assessment, TileCount
 from striped_attention.strategies.choice import assess as assess_attention
 from striped_attention.strategies.messages import FLOAT32
-from striped_attention.strategies.strategy import RING, Strategy, candidates, resolve
+from striped_attention.strategies.strategy import AUTO, RING, Strategy, candidates, resolve
 from striped_attention.strategies.workload import Workload
 
 SAME = 0.02  # a difference that a plan cannot see
@@ -164,6 +164,8 @@ def _strategies(setting: Setting, asked: Sequence[str | Strategy] | None) -> lis
     elif isinstance(asked, str):
         raise ValueError(f"strategies must be a list, like ['heads', 'gather']; got {asked!r}.")
     else:
+        if AUTO in asked:
+            raise ValueError("A plan compares strategies, so 'auto' is none of them: leave it out for the usual ones.")
         found = [resolve(one, devices, heads) for one in asked]
     return [strategy for strategy in dict.fromkeys(found) if strategy != RING]
 

@@ -28,10 +28,16 @@ class Setting:
     remat: str = "attention"
     chunk: int = 8192
     strategy: Strategy = RING
+    deterministic: bool = False
+    precision: str | None = None  # a dtype; by default the usual one of the platform
 
     @property
     def dtype(self) -> str:
-        return "float32" if self.hardware.platform == "cpu" else "bfloat16"
+        return self.precision or ("float32" if self.hardware.platform == "cpu" else "bfloat16")
+
+    def known_mask(self) -> Mask:
+        """The part of the mask that is known while tracing."""
+        return Mask(window=self.mask.window, prefix=self.mask.prefix)
 
     def make_layout(self, devices: int) -> Layout:
         return self.layout
@@ -54,6 +60,7 @@ class Setting:
             layout=self.layout,
             devices=self.devices,
             length=self.sequence_length,
+            deterministic=self.deterministic,
             platform=hardware.platform,
             device_kind=next(iter(hardware.kinds), ""),
             here=False,

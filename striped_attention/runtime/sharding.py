@@ -70,16 +70,21 @@ def current_device() -> tuple[str, str]:
 def fast_neighbours(axis_name: str | tuple[str, ...], platform: str, kind: str) -> int:
     """How many consecutive devices of a mesh axis share a fast interconnect, in the mesh of the program being traced.
 
-    Of several axes the last one does. Of a single axis as many as a node or pod has room for, if consecutive devices of
-    the mesh fill it: axes after this one take their share.
+    As many as a node or pod has room for, if consecutive devices of the mesh fill it: axes after this one take their
+    share. Of several axes only the last one is fast, unless all of the mesh has room in a node.
     """
-    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    sizes, group = dict(jax.sharding.get_abstract_mesh().shape), hardware_of(platform, kind).group
     names = _names(axis_name)
-    if len(names) > 1:
-        return int(sizes[names[-1]])
+    if math.prod(sizes.values()) <= group:
+        return group
     order = list(sizes)
-    after = math.prod(sizes[name] for name in order[order.index(names[0]) + 1 :])
-    return max(1, hardware_of(platform, kind).group // after)
+    near = max(1, group // math.prod(sizes[name] for name in order[order.index(names[-1]) + 1 :]))
+    return near if len(names) == 1 else min(near, sizes[names[-1]])
+
+
+def is_mesh_axis(axis_name: str | tuple[str, ...]) -> bool:
+    """Whether it is an axis of the mesh of the program being traced, and not one of `jax.vmap`."""
+    return set(_names(axis_name)) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -156,7 +156,7 @@ def choose_strategy(
     wanted = resolve(asked, request.devices, request.heads)
     found = adapted(wanted, request)
     if found != wanted:
-        log.info("strategy %s: under this mask %s gives the same with fewer messages", wanted, found)
+        log.info("strategy %s is %s here: what it adds to that, neither the mask nor the devices need", wanted, found)
     return found
 
 

@@ -67,7 +67,7 @@ class Messages:
         strategy = self.strategy
         gathering = max(1, near // strategy.heads)  # of those with the same heads, so many are near
         hops = self.devices // strategy.group
-        if strategy.inner > 1 and self.hops + 1 == hops and strategy.group * strategy.inner <= near:
+        if strategy.inner > 1 and self.hops + 1 == hops and near % (strategy.group * strategy.inner) == 0:
             hops //= strategy.inner
         gathered = self.gather * max(0, strategy.gather - gathering) // max(1, strategy.gather - 1)
         traded = self.trade * max(0, strategy.heads - near) // max(1, strategy.heads - 1)

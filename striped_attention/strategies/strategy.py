@@ -79,7 +79,7 @@ def parse_strategy(text: str) -> str | Strategy:
     sizes = [re.fullmatch(r" ?(heads|gather|inner)=(\d{1,6})", part) for part in text.split(",")]
     found = {size[1]: int(size[2]) for size in sizes if size is not None}
     if len(found) < len(sizes):  # something else, or a name twice
-        raise ValueError(f"A strategy is written like {', '.join(NAMES)}, heads=2 or heads=2,gather=4; got {text!r}.")
+        raise ValueError(f"A strategy is written like {', '.join(NAMES)}, heads=2 or heads=2,inner=4; got {text!r}.")
     return strategy(**found)
 
 
@@ -97,8 +97,8 @@ def resolve(asked: Any, devices: int, heads: int | None = None) -> Strategy:
         found = asked
     else:
         raise ValueError(
-            f"strategy must be one of {', '.join(map(repr, (AUTO, *NAMES)))}, or sa.strategy(heads=…, gather=…); got "
-            f"{asked!r}."
+            f"strategy must be one of {', '.join(map(repr, (AUTO, *NAMES)))}, or sa.strategy(heads=…, gather=…, "
+            f"inner=…); got {asked!r}."
         )
     if devices % (found.group * found.inner):
         raise ValueError(

@@ -41,9 +41,9 @@ class Workload:
     @property
     def wire(self) -> float:
         """Bytes per second of the slowest hop. A double ring leaves a node once per round, during the whole of it."""
-        slow, hardware = self.wire_of(self.plain.devices), self.hardware
-        inner = len(rings_of(self.plain, self.strategy)) > 1 and self.strategy.group * self.strategy.inner
-        return min(hardware.wire, slow * self.strategy.inner) if 0 < inner <= hardware.group else slow
+        slow, hardware, strategy = self.wire_of(self.plain.devices), self.hardware, self.strategy
+        double = len(rings_of(self.plain, strategy)) > 1 and hardware.group % (strategy.group * strategy.inner) == 0
+        return min(hardware.wire, slow * strategy.inner) if double else slow
 
     def wire_of(self, neighbours: int) -> float:
         """Bytes per second among so many neighbours."""

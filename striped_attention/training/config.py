@@ -9,12 +9,14 @@ import numpy as np
 
 import striped_attention as sa
 from striped_attention.core.layout import BASELINE, DEFAULT, Layout, LayoutName, has_stripes, named_layout
+from striped_attention.core.mask import Mask
 from striped_attention.errors import UsageError
 from striped_attention.kernels.choice import choose_stripes
 from striped_attention.kernels.contract import Request, make_request
 from striped_attention.models.llama import PRESETS, ModelConfig
 from striped_attention.options import Path, Text, Whole, check_at_least, check_shared
 from striped_attention.strategies.strategy import AUTO, Strategy, exchanged, parse_strategy, resolve
+from striped_attention.strategies.workload import adapted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +165,10 @@ class TrainConfig:
         except ValueError as error:
             raise UsageError(f"--strategy {self.strategy}: {error}") from error
 
+    def known_mask(self) -> Mask:
+        """The part of the mask that is known while tracing: all but documents."""
+        return sa.causal() if self.model.window is None else sa.sliding_window(self.model.window)
+
     def request(
         self, layout: Layout, devices: int, documents: bool, platform: str, kind: str = "", here: bool = True
     ) -> Request:
@@ -172,7 +178,7 @@ class TrainConfig:
             jax.ShapeDtypeStruct((1, slots, heads, self.model.head_dim), self.dtype)
             for heads in (self.model.heads, self.model.kv_heads)
         )
-        mask = sa.causal() if self.model.window is None else sa.sliding_window(self.model.window)
+        mask = self.known_mask()
         if documents:
             mask = mask & sa.documents(np.zeros((1, self.sequence_length), np.int32))
         plain = make_request(
@@ -188,7 +194,7 @@ class TrainConfig:
             device_kind=kind,
             here=here,
         )
-        return exchanged(self.make_strategy(devices), plain)
+        return exchanged(adapted(self.make_strategy(devices), plain), plain)
 
     def record(self) -> dict[str, Any]:
         """All options as JSON can keep them."""

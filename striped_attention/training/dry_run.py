@@ -14,7 +14,7 @@ def show(config: TrainConfig, mesh: dict[str, int]) -> None:
     axes = " × ".join(f"{size} {name}" for name, size in mesh.items())
     console.print(
         f"[bold]{cost.parameters:,} parameters[/], {config.batch} × {config.sequence_length:,} tokens a step on "
-        f"{cost.devices} devices ({axes}), {cost.layout}, {config.dtype}"
+        f"{cost.devices} devices ({axes}), {cost.layout}, strategy {config.strategy}, {config.dtype}"
     )
     if cost.padded_length != config.sequence_length:
         console.print(f"Padded to {cost.padded_length:,} slots a sequence.")

@@ -28,7 +28,11 @@ def settle(
     mask = sa.causal() if model.window is None else sa.sliding_window(model.window)
     if documents:
         mask = mask & packed(config.sequence_length)
-    plain = Setting(devices, config.sequence_length, mask, hardware, model, config.batch // sizes["data"])
+    plain = Setting(
+        *(devices, config.sequence_length, mask, hardware, model, config.batch // sizes["data"]),
+        deterministic=config.deterministic,
+        precision=config.dtype,
+    )
 
     def tried(strategy: object) -> Choice:
         run = dataclasses.replace(config, strategy=str(strategy))

@@ -180,7 +180,7 @@ def plan(cases: list[Case]) -> Iterator[Row]:
         some = [group for group in (0, int(tiles.argmax()), len(tiles) - 1) if tiles[group] > NEARLY * tiles.max()]
         forward, backward = passes(workload, found.chosen, found.tiles, found.needed)
         alone = [dataclasses.replace(one, sent=0 * one.sent, exposed=0.0) for one in (forward, backward)]
-        wire = [float(one.sent.sum() / one.wire + one.exposed) for one in (forward, backward)]
+        wire = [float(one.transfer.sum() + one.exposed) for one in (forward, backward)]
         exposed = [one.seconds() - still.seconds() for one, still in zip((forward, backward), alone, strict=True)]
         yield {
             **case._asdict(),
