@@ -7,7 +7,8 @@ known of kernels and hardware, and lets transfers run beside them. The planner a
 import dataclasses
 import functools
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 from jaxtyping import Int
@@ -22,6 +23,7 @@ from striped_attention.strategies.timeline import Timeline, passes, tile_flops
 from striped_attention.strategies.work import Counts, count_tile_rows, count_tiles
 from striped_attention.strategies.workload import Workload, adapted
 
+Option = TypeVar("Option")
 AFFORDABLE = 2**25  # devices × tokens that are counted block by block where rows of tiles are not enough
 
 
@@ -160,6 +162,14 @@ def choose_strategy(
     return found
 
 
+def fastest_that_fits(
+    options: list[Option], seconds: Callable[[Option], float], memory: Callable[[Option], int], usable: float
+) -> Option:
+    """The fastest of those that fit in a device's memory; if none does, what needs least of it."""
+    fitting = [one for one in options if memory(one) <= usable]
+    return min(fitting, key=seconds) if fitting else min(options, key=memory)
+
+
 @functools.lru_cache(maxsize=1024)
 def _fastest(request: Request, kernel: str, forward_only: bool, neighbours: int | None) -> tuple[Strategy, str]:
     """The strategy to take, and why."""
@@ -183,7 +193,7 @@ def _fastest(request: Request, kernel: str, forward_only: bool, neighbours: int 
     if not seconds:
         return RING, f"kernel {kernel!r} can do none"
     fitting = [strategy for strategy in seconds if memory[strategy] <= hardware.usable]
-    best = min(fitting, key=seconds.__getitem__) if fitting else min(memory, key=memory.__getitem__)
+    best = fastest_that_fits(list(seconds), seconds.__getitem__, memory.__getitem__, hardware.usable)
     each = ", ".join(
         f"{strategy} {time:.3g} s{'' if strategy in fitting else ' (does not fit in memory)'}"
         for strategy, time in seconds.items()

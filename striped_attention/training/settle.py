@@ -9,6 +9,7 @@ from striped_attention.errors import UsageError
 from striped_attention.planning.plan import Choice, assess
 from striped_attention.planning.setting import Setting
 from striped_attention.runtime.hardware import hardware_of
+from striped_attention.strategies.choice import fastest_that_fits
 from striped_attention.strategies.strategy import AUTO, candidates
 from striped_attention.training.config import TrainConfig
 
@@ -54,8 +55,7 @@ def settle(
             reasons.append(f"{strategy}: {error}")
     if not able:
         raise UsageError(f"--strategy auto: no strategy can be taken. {' '.join(reasons)}")
-    fitting = [choice for choice in able if choice.fits]
-    best = min(fitting, key=lambda choice: choice.step_seconds) if fitting else min(able, key=_memory)
+    best = fastest_that_fits(able, lambda choice: choice.step_seconds, _memory, hardware.usable)
     seconds = ", ".join(f"{choice.strategy} {choice.step_seconds:.3g} s" for choice in able)
     logging.getLogger("striped_attention").info(
         "strategy='auto' takes %s: steps are planned to take %s", best.strategy, seconds
