@@ -64,8 +64,12 @@ def settle(problem: Problem, sums: Sums) -> Any:
     """The gradients of keys and values, with nothing pending."""
     if sums.pending is None:
         return sums.total
-    last = exchange.scatter(problem, sums.pending)
-    return jax.tree.map(lambda x, some: x.at[:, :, -some.shape[2] :].add(some), sums.total, last)
+
+    def one(x: Array, last: Array) -> Array:
+        first = x.shape[2] - last.shape[2]
+        return jnp.concatenate([x[:, :, :first], x[:, :, first:] + last], axis=2)
+
+    return jax.tree.map(one, sums.total, exchange.scatter(problem, sums.pending))
 
 
 class Run(NamedTuple):
