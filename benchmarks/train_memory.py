@@ -40,7 +40,7 @@ def measure(options: dict[str, Any], length: int, devices: int) -> dict[str, int
         "state_and_batch": stats.argument_size_in_bytes,
         "temporaries": stats.temp_size_in_bytes,
         "together": stats.argument_size_in_bytes + stats.temp_size_in_bytes,
-        "dry_run": estimate(config, {"data": 1, "sequence": devices}).total_memory,
+        "dry_run": estimate(program.config, {"data": 1, "sequence": devices}).total_memory,
     }
 
 

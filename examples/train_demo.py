@@ -29,7 +29,10 @@ from striped_attention.training.step import Program
 from striped_attention.training.trainer import train
 
 DEVICES = 8
-TRAIN = TrainConfig(sequence_length=6144, steps=30, learning_rate=3e-3, warmup=3, dtype="float32", cpu_devices=DEVICES)
+# A ring, for it is what stripes balance.
+TRAIN = TrainConfig(
+    sequence_length=6144, steps=30, learning_rate=3e-3, warmup=3, dtype="float32", cpu_devices=DEVICES, strategy="ring"
+)
 COMPARE = dataclasses.replace(TRAIN, cpu_devices=1, local_processes=2)
 LONGER = 65_536
 ROUNDS = 4
