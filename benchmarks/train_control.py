@@ -15,9 +15,9 @@ import rich.table
 from jax.sharding import Mesh
 from striped_bench.bench.run import say
 
+from striped_attention import data
 from striped_attention.core.oracle import control_attention
 from striped_attention.runtime import record
-from striped_attention.training import data
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.step import Program
 

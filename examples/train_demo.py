@@ -20,10 +20,11 @@ import jax
 import numpy as np
 
 import striped_attention as sa
+from striped_attention import data
 from striped_attention.kernels.xla import CPU_TILE
 from striped_attention.planning.work import count_tiles
 from striped_attention.runtime.mesh import make_mesh
-from striped_attention.training import data, launch
+from striped_attention.training import launch
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.step import Program
 from striped_attention.training.trainer import train

@@ -14,6 +14,7 @@ LAYERS = (
     "compiling",
     "generation",
     "training",
+    "data",
     "huggingface",
     "options",
     "planning",

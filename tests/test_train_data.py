@@ -13,8 +13,8 @@ import zlib
 import numpy as np
 import pytest
 
+from striped_attention import data
 from striped_attention.errors import UsageError
-from striped_attention.training import data
 
 
 def load(path, tokenizer=None, end=None, vocabulary=320):
@@ -284,8 +284,8 @@ def test_an_end_token_that_never_occurs_is_told(tmp_path, monkeypatch):
     assert load(tmp_path / "x.npy").warning is None, "nobody asked for one"
     found = load(tmp_path / "x.npy", end=250).warning
     assert found.startswith(f"--end-token 250 does not occur in {tmp_path / 'x.npy'}: all of it counts as one document")
-    monkeypatch.setattr(data, "LOOK", 10)
-    monkeypatch.setattr(data, "LOOKS", 5)  # 10 of every 50
+    monkeypatch.setattr(data.corpus, "LOOK", 10)
+    monkeypatch.setattr(data.corpus, "LOOKS", 5)  # 10 of every 50
     assert "does not occur in the 50 tokens that were looked at of" in load(tmp_path / "x.npy", end=30).warning
 
 
@@ -303,3 +303,12 @@ def test_fingerprints_tell_corpora_apart():
     same = data.Corpus(np.arange(5000), None, 9999, "elsewhere")
     assert one.fingerprint == same.fingerprint != other.fingerprint
     assert json.loads(json.dumps(one.fingerprint)) == one.fingerprint
+
+
+def test_rows_in_order_are_the_corpus_from_its_beginning():
+    corpus = data.Corpus(np.arange(101), None, 1000, "")
+    batch = data.rows_in_order(corpus, 8, 4, 10)
+    assert batch.tokens[:, 0].tolist() == [80, 90, 0, 10], "after the last whole row the first one follows"
+    assert batch.targets[:, -1].tolist() == [90, 100, 10, 20]
+    part = data.rows_in_order(corpus, 9, 2, 10)
+    assert part.tokens.tolist() == batch.tokens[1:3].tolist()

@@ -6,7 +6,8 @@ from striped_attention.training.config import TrainConfig
 
 def run(config: TrainConfig) -> int:
     """Train; also what each of several local processes runs."""
-    from striped_attention.training import data, dry_run, launch, settle, trainer
+    from striped_attention import data
+    from striped_attention.training import dry_run, launch, settle, trainer
 
     def train() -> int:
         if config.dry_run:

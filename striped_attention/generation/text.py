@@ -7,11 +7,11 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
+from striped_attention.data.corpus import BYTES, TOKENS
+from striped_attention.data.tokenizer import end_token, open_tokenizer, tokens_of
 from striped_attention.errors import UsageError
 from striped_attention.generation.weights import Source
-from striped_attention.training.data import BYTES, TOKENS
 from striped_attention.training.folder import TOKENIZER
-from striped_attention.training.tokenizer import end_token, open_tokenizer, tokens_of
 
 
 class NoTokenizer(UsageError):

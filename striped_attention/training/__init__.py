@@ -1,9 +1,6 @@
 """`striped train`: train a causal language model on sequences longer than one device can hold.
 
 config      every option, once: flags, help, defaults and the record kept with a run
-data        text in, batches out
-content     what a file holds, told by its bytes
-tokenizer   a Hugging Face tokenizer.json
 step        one step: loss, gradients, optimiser, over the whole mesh
 checkpoint  save and restore
 storage     Orbax, which does the writing and reading

@@ -17,11 +17,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import striped_attention as sa
 from striped_attention.core.mask import Mask
+from striped_attention.data import Batch
 from striped_attention.models.llama import Compute, ModelConfig, init, token_losses
 from striped_attention.models.stages import AXES
 from striped_attention.runtime.compiler import compiler_options
 from striped_attention.training.config import TrainConfig
-from striped_attention.training.data import Batch
 from striped_attention.training.settle import settle
 
 REPLICATED = PartitionSpec()

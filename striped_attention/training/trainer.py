@@ -12,13 +12,14 @@ from typing import Any
 
 import jax
 
+from striped_attention import data
 from striped_attention.errors import Diverged, UsageError
 from striped_attention.kernels import choice
 from striped_attention.models.stages import AXES, check_devices, parse_mesh
 from striped_attention.planning.cost import attention_flops, estimate, gigabytes, matrix_flops
 from striped_attention.runtime.hardware import peak_flops
 from striped_attention.runtime.mesh import make_mesh
-from striped_attention.training import data, folder
+from striped_attention.training import folder
 from striped_attention.training.checkpoint import Checkpoints, Place
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.settle import settle

@@ -23,6 +23,7 @@ import optax
 from jax.sharding import Mesh
 
 import striped_attention as sa
+from striped_attention import data
 from striped_attention.core.mask import Mask, causal, packed
 from striped_attention.errors import UsageError
 from striped_attention.kernels.choice import choose
@@ -31,7 +32,6 @@ from striped_attention.models.stages import AXES
 from striped_attention.planning.cost import attention_flops, estimate, matrix_flops
 from striped_attention.runtime.hardware import peak_flops
 from striped_attention.runtime.schedule import transfers
-from striped_attention.training import data
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.settle import settle
 from striped_attention.training.step import Program

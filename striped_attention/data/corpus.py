@@ -1,9 +1,4 @@
-"""Data: text in, batches out, as a pure function of a seed and a place, so that a run resumes anywhere, on any mesh.
-
-A corpus is one long row of tokens in which the token `end` closes every document. It is cut into rows of `length`
-tokens, which are drawn in an order shuffled anew for every pass. Documents are packed end to end and never padded: one
-that crosses the end of a row goes on in another row, as a document of its own. The target of a token is the next one;
-the last token of a document has none.
+"""Corpus: all tokens of a source end to end, in which the token `end` closes every document.
 
 Sources (`load`):
 
@@ -20,13 +15,13 @@ import os
 import pathlib
 import sysconfig
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from striped_attention.data.content import check_text
+from striped_attention.data.tokenizer import ENDS, end_token, open_tokenizer, tokens_of
 from striped_attention.errors import UsageError
-from striped_attention.training.content import check_text
-from striped_attention.training.tokenizer import ENDS, end_token, open_tokenizer, tokens_of
 
 TOKENS = (".npy", ".bin")
 BYTES = 256  # values of a byte; the token that ends a document comes after them
@@ -53,57 +48,13 @@ class Corpus:
         return f"{len(self.tokens)} tokens, {hashlib.sha256(sample.tobytes()).hexdigest()[:16]}"
 
 
-class Batch(NamedTuple):
-    """[rows, length] each, in text order. `weights` is 0 where there is no target, `segments` numbers documents."""
-
-    tokens: np.ndarray
-    targets: np.ndarray
-    weights: np.ndarray
-    segments: np.ndarray
-
-    def visible_pairs(self) -> int:
-        """Pairs of a query and a key that the documents let meet."""
-        position = np.arange(self.segments.shape[1])
-        new = np.diff(self.segments, axis=1, prepend=self.segments[:, :1] - 1) != 0
-        start = np.maximum.accumulate(np.where(new, position, 0), axis=1)
-        return int(np.sum(position - start + 1, dtype=np.int64))
-
-
-def read(corpus: Corpus, place: int, rows: range, length: int, seed: int) -> Batch:
-    """Rows of the batch at `place`, which counts the rows that the run has drawn before it."""
-    available = (len(corpus.tokens) - 1) // length
-    if available < 1:
-        raise UsageError(
-            f"{corpus.source} holds {len(corpus.tokens)} tokens, too few for one sequence of {length} and the token "
-            f"after it. Give more data with --data or a smaller --sequence-length."
-        )
-    starts = [_draw(available, place + row, seed) * length for row in rows]
-    text = np.stack([corpus.tokens[start : start + length + 1] for start in starts])
-    _check_vocabulary(corpus, text)
-    text = text.astype(np.int32)
-    tokens, targets = text[:, :-1], text[:, 1:]
-    ended = np.zeros_like(tokens) if corpus.end is None else (tokens == corpus.end).astype(np.int32)
-    segments = np.cumsum(ended, axis=1, dtype=np.int32) - ended
-    return Batch(tokens, targets, 1 - ended.astype(np.float32), segments)
-
-
-def _check_vocabulary(corpus: Corpus, tokens: np.ndarray) -> None:
+def check_vocabulary(corpus: Corpus, tokens: np.ndarray) -> None:
     least, most = int(tokens.min()), int(tokens.max())
     if least < 0 or most >= corpus.vocabulary:
         raise UsageError(
             f"{corpus.source} holds the token {least if least < 0 else most}, but the vocabulary is "
             f"{corpus.vocabulary}. Give the model the data's vocabulary with --vocabulary, or data of the right kind."
         )
-
-
-def _draw(available: int, place: int, seed: int) -> int:
-    """The row of the corpus that is drawn at a place."""
-    return int(_order(available, place // available, seed)[place % available])
-
-
-@functools.lru_cache(maxsize=2)
-def _order(available: int, epoch: int, seed: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(available)
 
 
 def check(path: pathlib.Path | None, tokenizer: pathlib.Path | None, vocabulary: int) -> None:
@@ -135,7 +86,7 @@ def _looked_through(corpus: Corpus) -> Corpus:
     looked = ends = 0
     for place in range(0, len(corpus.tokens), max(LOOK, len(corpus.tokens) // LOOKS)):
         tokens = corpus.tokens[place : place + LOOK]
-        _check_vocabulary(corpus, tokens)
+        check_vocabulary(corpus, tokens)
         looked += len(tokens)
         ends += 0 if corpus.end is None else int(np.count_nonzero(tokens == corpus.end))
     if corpus.end is None or ends > 0:
