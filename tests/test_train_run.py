@@ -43,6 +43,7 @@ def _compile_once():
         program = Program(config, mesh, documents=documents)
         no_matter = dict(checkpoint_dir=None, checkpoint_every=1, resume=False, profile=None, seed=0, keep=1)
         no_matter |= dict(data=None, tokenizer=None, end_token=None)
+        no_matter |= dict(validation=None, validate_every=None, validation_sequences=None)
         no_matter |= dict(steps=9) if config.schedule == "constant" else {}
         first = programs.setdefault((dataclasses.replace(config, **no_matter), documents), program)
         if first is not program:
@@ -105,6 +106,58 @@ def test_resume_goes_on_bit_for_bit(straight, half):
 def test_resume_onto_another_mesh_and_layout(straight, half):
     train(config(half, steps=6, mesh="data=2,sequence=4", layout="zigzag", resume=True))
     np.testing.assert_allclose(losses(half), losses(straight[0]), rtol=1e-5)
+
+
+VALIDATION = dict(validation=pathlib.Path(watch.__file__), validate_every=4, validation_sequences=6)
+
+
+@pytest.fixture(scope="module")
+def validated(tmp_path_factory):
+    """The run of `straight` with held-out data; other tests only read it."""
+    folder = tmp_path_factory.mktemp("runs") / "validated"
+    return folder, jax.device_get(train(config(folder, steps=6, checkpoint_every=3, **VALIDATION)))
+
+
+def validations(folder):
+    return [(line["step"], line["validation"]) for line in metrics(folder) if "validation" in line]
+
+
+def test_a_run_validates_before_its_first_step_every_few_steps_and_after_the_last(validated):
+    found = validations(validated[0])
+    assert [step for step, _ in found] == [0, 4, 6]
+    for _, line in found:
+        (whole,) = line["by_position"]
+        assert whole == {"from": 0, "to": 63, "tokens": line["tokens"], "loss": pytest.approx(line["loss"])}
+        assert line["tokens"] == 6 * 64, "the held-out file is one document"
+    assert found[-1][1]["loss"] < found[0][1]["loss"]
+
+
+def test_validation_changes_nothing_of_a_run(straight, validated):
+    folder, state = validated
+    assert [line["loss"] for line in metrics(folder) if "loss" in line] == losses(straight[0])
+    jax.tree.map(np.testing.assert_array_equal, state, straight[1])
+
+
+def test_a_resumed_run_has_every_validation_once(validated, tmp_path, capsys):
+    folder = pathlib.Path(shutil.copytree(validated[0], tmp_path / "half"))
+    shutil.rmtree(folder / "6")
+    train(config(folder, steps=6, resume=True, **VALIDATION))
+    assert validations(folder) == validations(validated[0])
+    loss = validations(folder)[1][1]["loss"]
+    assert f"step 4/6 · validation loss {loss:.4f} · 0–63 {loss:.4f}" in capsys.readouterr().out
+    written = [
+        value for path in (folder / "tensorboard").iterdir() for event in events(path) for value in event.summary.value
+    ]
+    for tag in ("validation/loss", "validation/loss_by_position/0"):
+        assert loss in [pytest.approx(value.simple_value, rel=1e-6) for value in written if value.tag == tag]
+
+
+@pytest.mark.usefixtures("_never_compile")
+def test_held_out_data_that_cannot_be_is_told_before_compiling(tmp_path):
+    refuse("--validation nowhere does not exist", validation=pathlib.Path("nowhere"))
+    (tmp_path / "short.txt").write_text("short")
+    refuse("short.txt holds 6 tokens, too few.*with --validation", validation=tmp_path / "short.txt")
+    refuse("--validate-every needs --validation", validate_every=3)
 
 
 def test_a_finished_run_has_nothing_left_to_do(straight, tmp_path, capsys):

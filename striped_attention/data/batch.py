@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
 def read(corpus: Corpus, place: int, rows: range, length: int, seed: int) -> Batch:
     """Rows of the batch at `place`, which counts the rows that the run has drawn before it."""
-    available = _available(corpus, length)
+    available = whole_rows(corpus, length)
     return _cut(corpus, [_draw(available, place + row, seed) for row in rows], length)
 
 
@@ -41,11 +41,11 @@ def rows_in_order(corpus: Corpus, first: int, count: int, length: int) -> Batch:
 
     After the last whole row the first one follows again.
     """
-    available = _available(corpus, length)
+    available = whole_rows(corpus, length)
     return _cut(corpus, [row % available for row in range(first, first + count)], length)
 
 
-def _available(corpus: Corpus, length: int) -> int:
+def whole_rows(corpus: Corpus, length: int) -> int:
     """How many whole rows a corpus has."""
     available = (len(corpus.tokens) - 1) // length
     if available < 1:

@@ -59,6 +59,14 @@ class TrainConfig:
     end_token: Whole = None
     """The token that ends a document in .npy and .bin data. Without it all of it counts as one document."""
 
+    validation: Path = None
+    """Held-out data in the forms that --data takes. Its loss, overall and by position, is taken before the first step,
+    every --validate-every steps and after the last one. Default: no validation."""
+    validate_every: Whole = None
+    """Steps between validations. Default: 100."""
+    validation_sequences: Whole = None
+    """How many sequences of the held-out data are read, from its beginning. Default: 32, or all if there are fewer."""
+
     checkpoint_dir: Path = None
     """Folder of the run: checkpoints, its record run.json, metrics.jsonl, TensorBoard's files. Default: none kept."""
     checkpoint_every: int = 100
@@ -127,11 +135,15 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_shared(self)
         at_least = dict.fromkeys(("sequence_length", "batch", "steps", "checkpoint_every", "keep", "chunk", "tile"), 1)
+        at_least |= dict.fromkeys(("validate_every", "validation_sequences"), 1)
         check_at_least(self, at_least | dict.fromkeys(("learning_rate", "weight_decay"), 0))
         if self.warmup is not None and not 0 <= self.warmup < self.steps:
             raise UsageError(f"--warmup must be at least 0 and less than the {self.steps} steps; got {self.warmup}.")
         if not self.clip > 0:  # NaN is not
             raise UsageError(f"--clip must be above 0; got {self.clip}. For no clipping choose a large number.")
+        for option in ("validate_every", "validation_sequences"):
+            if getattr(self, option) is not None and self.validation is None:
+                raise UsageError(f"--{option.replace('_', '-')} needs --validation, the held-out data.")
         if self.resume and self.checkpoint_dir is None:
             raise UsageError("--resume needs --checkpoint-dir, the folder of the run to go on with.")
 

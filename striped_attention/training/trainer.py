@@ -24,6 +24,7 @@ from striped_attention.training.checkpoint import Checkpoints, Place
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.settle import settle
 from striped_attention.training.step import Inputs, Program, State
+from striped_attention.training.validation import EVERY, HeldOut, held_out
 from striped_attention.training.watch import Watch
 
 PROFILED = range(2, 5)  # steps of this run, counted from 0: the first ones warm up
@@ -42,6 +43,7 @@ def train(config: TrainConfig) -> State:
     config.make_strategy(sizes[AXES.sequence])  # refuses what cannot be
     kernel = choose(config, sizes, documents, jax.default_backend())
     program = Program(config, make_mesh(sizes), documents=documents)
+    validation = held_out(program)
     folder.check(config)
     main = jax.process_index() == 0
     with _Signals() as asked, _room(config, sizes), _checkpoints(config) as checkpoints:
@@ -53,7 +55,7 @@ def train(config: TrainConfig) -> State:
             state = None
             if checkpoints is not None and place.step > 0:
                 state = checkpoints.restore(place.step, program.state)
-            run = _Run(program, corpus, watch, place)
+            run = _Run(program, corpus, watch, place, validation)
             state = program.fresh_state() if state is None else state
             if config.resume:
                 watch.say(f"Going on from step {place.step}.")
@@ -156,8 +158,11 @@ def describe(program: Program, corpus: data.Corpus, kernel: str) -> str:
 class _Run:
     """One run of the loop, compiled."""
 
-    def __init__(self, program: Program, corpus: data.Corpus, watch: Watch, place: Place) -> None:
+    def __init__(
+        self, program: Program, corpus: data.Corpus, watch: Watch, place: Place, validation: HeldOut | None
+    ) -> None:
         self.program, self.corpus, self.watch, self.place = program, corpus, watch, place
+        self.validation = validation
         self.config = program.config
         self.checkpoints: Checkpoints | None = None
         self.profiling = self.profiled = False
@@ -165,11 +170,15 @@ class _Run:
         self.peak = None if peak is None else peak * program.mesh.size
         watch.say("Compiling …")
         self.step = program.compiled
+        if validation is not None:
+            validation.compile()
 
     def loop(self, state: State, checkpoints: Checkpoints | None, asked: "_Signals") -> State:
         """All steps that are left, or fewer if somebody asks to stop."""
         config, self.checkpoints = self.config, checkpoints
         stop = False
+        if self.place.step == 0:
+            self._validate(0, state)
         with concurrent.futures.ThreadPoolExecutor(1) as ahead:
             inputs = ahead.submit(self._inputs, self.place.rows)
             for done, step in enumerate(range(self.place.step + 1, config.steps + 1)):
@@ -184,6 +193,8 @@ class _Run:
                 self._check(step, metrics)
                 self.place = dataclasses.replace(self.place, step=step, rows=rows)
                 self.watch.step(self._measured(step, metrics, time.perf_counter() - begun, pairs))
+                if not stop:
+                    self._validate(step, state)
                 if checkpoints is not None and (stop or step == config.steps or step % config.checkpoint_every == 0):
                     checkpoints.save(state, self.place)
                 if stop:
@@ -196,6 +207,15 @@ class _Run:
         config, rows = self.config, self.program.rows
         batch = data.read(self.corpus, place, rows, config.sequence_length, config.seed)
         return self.program.place(batch), batch.visible_pairs() * config.batch // len(rows)
+
+    def _validate(self, step: int, state: State) -> None:
+        """Take the loss on held-out data after a step, if it is time."""
+        every = self.config.validate_every or EVERY
+        if self.validation is None or (step % every and step < self.config.steps):
+            return
+        losses = self.validation.losses(state.weights)
+        self._check(step, {"validation_loss": losses.loss})
+        self.watch.validation(step, losses)
 
     def _check(self, step: int, metrics: dict[str, float]) -> None:
         """Stop before a broken state is saved."""

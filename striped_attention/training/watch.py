@@ -9,6 +9,7 @@ import json
 import pathlib
 import platform
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import rich.console
@@ -18,6 +19,7 @@ from striped_attention.errors import UsageError
 from striped_attention.training.checkpoint import write_whole
 from striped_attention.training.events import first_event, metrics_event, start_event
 from striped_attention.training.folder import EVENTS, METRICS
+from striped_attention.training.loss_by_position import Losses
 
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 
@@ -75,17 +77,25 @@ class Watch:
             self._last_line = now
             self.say(f"step {metrics['step']}/{self._steps} · {text}")
         try:
-            self._write(metrics)
+            self._write(metrics, {name: value for name, value in metrics.items() if name != "step"})
         except OSError as error:
             raise _cannot_write(self._folder, error) from error
 
-    def _write(self, metrics: dict[str, Any]) -> None:
+    def validation(self, step: int, found: Losses) -> None:
+        """Show and keep the losses on held-out data after a step. They have a line of their own in metrics.jsonl."""
+        self.say(f"step {step}/{self._steps} · validation loss {found}")
+        try:
+            self._write({"step": step, "validation": found.as_json()}, found.tags())
+        except OSError as error:
+            raise _cannot_write(self._folder, error) from error
+
+    def _write(self, line: dict[str, Any], tags: Mapping[str, float | None]) -> None:
         if self._file is not None:
-            self._file.write(json.dumps(metrics) + "\n")
+            self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         if self._tensorboard is not None:
-            shown = {name: value for name, value in metrics.items() if name != "step" and value is not None}
-            self._tensorboard.write(metrics_event(metrics["step"], shown))
+            shown = {name: value for name, value in tags.items() if value is not None}
+            self._tensorboard.write(metrics_event(line["step"], shown))
             self._tensorboard.flush()
 
 
@@ -95,7 +105,7 @@ def _open_metrics(path: pathlib.Path, first: int) -> Any:
         kept = []
         for line in path.read_text(errors="replace").splitlines():
             try:
-                if json.loads(line)["step"] <= first:
+                if 0 < first >= json.loads(line)["step"]:
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError):
                 continue  # a process was killed while it wrote this line; its step is done again

@@ -1,0 +1,79 @@
+"""Validation: the loss on held-out data, by position, while a run goes on. It changes nothing of the run."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from striped_attention import data
+from striped_attention.errors import UsageError
+from striped_attention.runtime.compiler import compiler_options
+from striped_attention.training.loss_by_position import Losses, Sums, loss_sums
+from striped_attention.training.step import Inputs, Program
+
+EVERY, SEQUENCES = 100, 32  # steps between validations, and sequences of each, if nobody says otherwise
+
+
+def held_out(program: Program) -> "HeldOut | None":
+    """What a run validates on, if anything. Raises UsageError for data that cannot be."""
+    config = program.config
+    if config.validation is None:
+        return None
+    try:
+        corpus = data.load(config.validation, config.tokenizer, config.end_token, config.model.vocabulary)
+        data.whole_rows(corpus, config.sequence_length)
+    except UsageError as error:
+        raise UsageError(str(error).replace("--data", "--validation")) from error
+    own = dataclasses.replace(program, documents=corpus.end is not None)
+    return HeldOut(own, corpus, config.validation_sequences or SEQUENCES)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HeldOut:
+    """The first `count` sequences of a corpus (all, if it has fewer), and the program that takes their losses."""
+
+    program: Program
+    corpus: data.Corpus
+    count: int
+
+    @property
+    def sequences(self) -> int:
+        return min(self.count, data.whole_rows(self.corpus, self.program.config.sequence_length))
+
+    @property
+    def batches(self) -> int:
+        return -(-self.sequences // self.program.config.batch)
+
+    def compile(self) -> None:
+        """Now, rather than at the first batch."""
+        assert self._compiled is not None
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        """`compiled(weights, inputs) -> Sums`."""
+        program = self.program
+        options = compiler_options(deterministic=program.config.deterministic, device=program.mesh.devices.flat[0])
+        step = jax.jit(functools.partial(loss_sums, program))
+        return step.lower(program.state.weights, program.inputs).compile(compiler_options=options)
+
+    def losses(self, weights: Any, say: Any = None) -> Losses:
+        """Over all sequences. `say(done)` is told after every batch."""
+        totals = None
+        for number in range(self.batches):
+            sums = jax.device_get(self._compiled(weights, self._inputs(number)))
+            wide = Sums(*(x.astype(np.int64 if x.dtype.kind == "i" else np.float64) for x in sums))
+            totals = wide if totals is None else Sums(*(a + b for a, b in zip(totals, wide, strict=True)))
+            if say is not None:
+                say(number + 1)
+        assert totals is not None
+        return Losses.of(totals, self.program.config.sequence_length)
+
+    def _inputs(self, number: int) -> Inputs:
+        """A batch on the mesh. What is missing in the last one is filled with sequences that do not count."""
+        config, rows = self.program.config, self.program.rows
+        first = number * config.batch + rows.start
+        batch = data.rows_in_order(self.corpus, first, len(rows), config.sequence_length)
+        counts = (np.arange(first, first + len(rows)) < self.sequences)[:, None]
+        return self.program.place(batch._replace(weights=np.where(counts, batch.weights, np.float32(0))))
