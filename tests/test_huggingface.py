@@ -236,6 +236,21 @@ def test_many_files_are_one_model(tmp_path):
     assert largest_difference(their_scores(load(ours)), their_scores(original("qwen 2, tied"))) < 1e-6
 
 
+@pytest.mark.parametrize("name", ["qwen 2, tied", "qwen 3"])
+def test_parts_of_weights_are_cut_out_of_the_files(name, tmp_path):
+    """Any part of any weight, on either side of what lies end to end in a file."""
+    folder = save(name, tmp_path, max_shard_size="40KB")
+    config, random = huggingface.read_config(folder), np.random.default_rng(3)
+    with huggingface.Files(folder, config) as files:
+        for weight, layer, whole in huggingface.tensors(folder, config):
+            everything = tuple(slice(None) for _ in whole.shape)
+            np.testing.assert_array_equal(files.part(weight, layer, everything), whole)
+            for i, size in enumerate(whole.shape):
+                start, stop = sorted(random.choice(size + 1, 2, replace=False).tolist())
+                index = (*everything[:i], slice(start, stop), *everything[i + 1 :])
+                np.testing.assert_array_equal(files.part(weight, layer, index), whole[index], f"{weight} {index}")
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_halves_are_read_and_written_as_they_are(dtype, tmp_path):
     torch, transformers = libraries()

@@ -26,14 +26,16 @@ from striped_attention.models.llama import ModelConfig
 from striped_attention.models.stages import AXES
 from striped_attention.planning.cost import gigabytes
 from striped_attention.runtime.mesh import make_mesh
+from striped_attention.training.arrays import read_layers
 from striped_attention.training.launch import in_cluster
+from striped_attention.training.source import NoTokenizer, Source, find
 
 LONGEST = INT32_MAX - 2**20  # tokens; padding comes on top
 
 
 def generate(config: GenerateConfig) -> None:
     """`striped generate`. What can be refused is refused before weights are read."""
-    source = weights.find(config.model)
+    source = find(config.model)
     encoder, stop = text.load(source, config.tokenizer)
     prompts = _prompts(config)
     tokens = [_encode(encoder, prompt) for prompt in prompts]
@@ -47,7 +49,7 @@ def generate(config: GenerateConfig) -> None:
     mesh = _mesh()
     with _room(source.model, options, devices):
         console.print(_describe(source.model, options, mesh), soft_wrap=True)
-        engine = Engine(source.model, source.read(mesh, options.dtype), mesh, options)
+        engine = Engine(source.model, read_layers(source, mesh, options.dtype), mesh, options)
         run = _Run(config, engine, encoder, stop, console)
         with _lines(config, many=config.prompts is not None) as out:
             for first in range(0, len(prompts), batch):
@@ -236,14 +238,14 @@ class _Run:
 
 def import_model(config: ImportConfig) -> None:
     """`striped import`."""
-    source = weights.find(config.model)
+    source = find(config.model)
     weights.import_model(source, config.output, _mesh())
     print(f"{source.model.parameters:,} parameters: {config.output}", file=sys.stderr)
 
 
 def export_model(config: ExportConfig) -> None:
     """`striped export`."""
-    source = weights.find(config.model)
+    source = find(config.model)
     tokenizer = config.tokenizer or _own_tokenizer(source)
     if tokenizer is not None and not tokenizer.is_file():
         raise UsageError(f"--tokenizer {tokenizer} is not a file. Give a Hugging Face tokenizer.json.")
@@ -254,9 +256,9 @@ def export_model(config: ExportConfig) -> None:
     print(f"{source.model.parameters:,} parameters, {config.dtype}: {config.output}", file=sys.stderr)
 
 
-def _own_tokenizer(source: weights.Source) -> pathlib.Path | None:
+def _own_tokenizer(source: Source) -> pathlib.Path | None:
     """The tokenizer in the folder of a model, if there is one."""
     try:
-        return text.find(source)
-    except text.NoTokenizer:  # an export can do without
+        return source.tokenizer
+    except NoTokenizer:  # an export can do without
         return None

@@ -297,6 +297,4 @@ def _shardings(arrays: Any) -> Any:
 
 def layer_specs(config: ModelConfig, mesh: Mesh) -> Weights:
     """How the weights lie on the mesh, each layer's by themselves."""
-    specs = config.specs(mesh.size)
-    layer = {name: P(*spec[1:]) for name, spec in specs["layers"].items()}
-    return {**specs, "layers": [layer] * config.layers}
+    return config.layer_specs(mesh.size)

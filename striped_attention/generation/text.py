@@ -7,15 +7,10 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from striped_attention.data.corpus import BYTES, TOKENS
+from striped_attention.data.corpus import BYTES
 from striped_attention.data.tokenizer import end_token, open_tokenizer, tokens_of
 from striped_attention.errors import UsageError
-from striped_attention.generation.weights import Source
-from striped_attention.training.folder import TOKENIZER
-
-
-class NoTokenizer(UsageError):
-    """A model comes without one."""
+from striped_attention.training.source import Source
 
 
 class Bytes:
@@ -92,7 +87,7 @@ class TokenStream:
 
 def load(source: Source, given: pathlib.Path | None) -> tuple[Bytes | Tokenizer, list[int]]:
     """The tokenizer of a model, and the tokens that end a text. `given` is one that the user names."""
-    path = given or find(source)
+    path = given or source.tokenizer
     needed, stop = BYTES + 1, source.stop or [BYTES]
     encoder: Bytes | Tokenizer = Bytes()
     if path is not None:
@@ -109,37 +104,6 @@ def load(source: Source, given: pathlib.Path | None) -> tuple[Bytes | Tokenizer,
             f"{source.model.vocabulary}: they do not belong together. Give the model's own with --tokenizer."
         )
     return encoder, stop
-
-
-def find(source: Source) -> pathlib.Path | None:
-    """Where the tokenizer of a model is; None if its tokens are bytes."""
-    path = source.file(TOKENIZER)
-    if path is not None:
-        return path
-    options = _options(source)
-    if options is None or str(options.get("data")).endswith(TOKENS):
-        raise NoTokenizer(f"{source.folder} has no {TOKENIZER}. Give one with --tokenizer.")
-    used = options.get("tokenizer")
-    if used is not None:
-        raise UsageError(
-            f"The tokenizer of a run must lie in its folder, and {source.folder} has no {TOKENIZER}. Its run.json says "
-            f"that it was trained with {used}: if you trust that, give it with --tokenizer."
-        )
-    return None
-
-
-def _options(source: Source) -> dict[str, Any] | None:
-    """The options of the run of `striped train` that made a checkpoint."""
-    path = source.folder / "run.json"
-    if not path.is_file():
-        return None
-    try:
-        options = json.loads(path.read_text())[-1]["options"]
-        if not isinstance(options, dict):
-            raise TypeError("its options are no object")
-        return options
-    except (ValueError, LookupError, TypeError) as error:
-        raise UsageError(f"{path} is damaged ({error}). Give the tokenizer with --tokenizer.") from error
 
 
 def read_prompts(path: pathlib.Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Reading: the weights of a Hugging Face folder, one at a time, once all of them were found to be right."""
+"""Reading: the weights of a Hugging Face folder, whole or in parts, once all of them were found to be right."""
 
 import contextlib
 import dataclasses
@@ -29,11 +29,52 @@ class Header:
     shape: tuple[int, ...]
 
 
+class Files:
+    """The weights of a folder, checked when this is made: names, shapes and dtypes are those of the model.
+
+    Files are open inside of a `with`. Only what is asked for is read.
+    """
+
+    def __init__(self, folder: pathlib.Path, config: ModelConfig) -> None:
+        self._places = {(weight.name, weight.layer): (weight, header) for weight, header in _located(folder, config)}
+        self._stack = contextlib.ExitStack()
+        self._open: dict[pathlib.Path, Any] = {}
+
+    def __enter__(self) -> "Files":
+        for path in {header.path for _, header in self._places.values()}:
+            self._open[path] = self._stack.enter_context(_open(path))
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._open = {}
+        self._stack.close()
+
+    def part(self, name: str, layer: int | None, index: tuple[slice, ...]) -> np.ndarray:
+        """A part of one weight of one layer, in our shape and the file's dtype. May be a transposed view."""
+        weight, header = self._places[name, layer]
+        return weight.part(self._open[header.path].get_slice(header.key), index)
+
+    def __iter__(self) -> Iterator[Named]:
+        """Every weight whole; all layers of one name, then the next."""
+        for weight, header in self._places.values():
+            yield weight.name, weight.layer, weight.ours(self._open[header.path].get_tensor(header.key))
+
+
 def tensors(folder: pathlib.Path, config: ModelConfig) -> Iterator[Named]:
     """Name, layer and array of every weight, in our shape and the file's dtype; all layers of one name, then the next.
 
     The files are checked in this call, before the first weight is asked for. Arrays may be transposed views.
     """
+    return _read(Files(folder, config))
+
+
+def _read(files: Files) -> Iterator[Named]:
+    with files:
+        yield from files
+
+
+def _located(folder: pathlib.Path, config: ModelConfig) -> list[tuple[Weight, Header]]:
+    """Where every weight of a model lies. Raises unless there is each of them, as the model has it, and no other."""
     wanted, found = weights(config), _found(folder)
     head = found.pop(HEAD, None) if config.tied else None
     if head is not None:
@@ -49,14 +90,7 @@ def tensors(folder: pathlib.Path, config: ModelConfig) -> Iterator[Named]:
         )
     if head is not None and head != found[EMBEDDING]:
         _check_same(folder, found[EMBEDDING], head)
-    return _read([(weight, found[weight.key]) for weight in wanted])
-
-
-def _read(places: list[tuple[Weight, Header]]) -> Iterator[Named]:
-    with contextlib.ExitStack() as stack:
-        files = {path: stack.enter_context(_open(path)) for path in {header.path for _, header in places}}
-        for weight, header in places:
-            yield weight.name, weight.layer, weight.ours(files[header.path].get_tensor(header.key))
+    return [(weight, found[weight.key]) for weight in wanted]
 
 
 def _open(path: pathlib.Path) -> Any:

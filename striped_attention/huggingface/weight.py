@@ -9,6 +9,7 @@ heads have a dimension of their own:
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 
@@ -66,8 +67,37 @@ class Weight:
     def ours(self, array: np.ndarray) -> np.ndarray:
         return (array if self.inputs is None else array.T).reshape(self.shape)
 
+    def part(self, stored: Any, index: tuple[slice, ...]) -> np.ndarray:
+        """A part of our array. Of `stored`, which may be a slice of a file, only the rows and columns that hold it are
+        read."""
+        read = stored[tuple(_flat(self.shape[group], index[group]) for group in self._groups)]
+        firsts = {group.start for group in self._groups}
+        bounds = [i.indices(n) for i, n in zip(index, self.shape, strict=True)]
+        shape = [stop - start if i in firsts else self.shape[i] for i, (start, stop, _) in enumerate(bounds)]
+        ours = (read if self.inputs is None else read.T).reshape(shape)
+        return ours[tuple(slice(None) if i in firsts else index[i] for i in range(len(shape)))]
+
+    @property
+    def _groups(self) -> list[slice]:
+        """Which of our dimensions lie end to end in each dimension of a file."""
+        if self.name == "embedding":
+            return [slice(0, 1), slice(1, 2)]
+        if self.inputs is None:
+            return [slice(0, len(self.shape))]
+        inputs = 2 if self.name == "output" else 1
+        return [slice(inputs, len(self.shape)), slice(0, inputs)]
+
     def theirs(self, array: np.ndarray) -> np.ndarray:
         return array.reshape(self.stored) if self.inputs is None else array.reshape(self.inputs, -1).T
+
+
+def _flat(shape: tuple[int, ...], index: tuple[slice, ...]) -> slice:
+    """The range that holds a part of some dimensions when they lie end to end; all of the inner ones."""
+    start, stop, step = index[0].indices(shape[0])
+    if step != 1:
+        raise ValueError(f"Parts of weights are contiguous; got {index[0]}.")
+    inner = math.prod(shape[1:])
+    return slice(start * inner, stop * inner)
 
 
 def weights(config: ModelConfig) -> list[Weight]:

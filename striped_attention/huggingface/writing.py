@@ -25,6 +25,7 @@ from striped_attention.models.llama import ModelConfig
 
 DTYPES = {"float32": np.dtype("f4"), "float16": np.dtype("f2"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # what belongs to a tokenizer.json
+GENERATION = "generation_config.json"  # how a model's users sample from it, and which tokens end a text
 
 Place = tuple[Weight, pathlib.Path, int]  # a weight, its file, and at which byte of it the numbers begin
 
@@ -38,12 +39,14 @@ def write(
     *,
     length: int,
     ids: Mapping[str, int | list[int]] | None = None,
+    generation: pathlib.Path | None = None,
     shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Write a model into a folder that is new or empty.
 
     `named` is what `tensors` gives, in any order and any float dtype. `length` is that of the longest texts the model
-    is for. `ids` may say bos_token_id, eos_token_id and pad_token_id. A file has at most `shard_bytes`, or one weight.
+    is for. `ids` may say bos_token_id, eos_token_id and pad_token_id; `generation` is a generation_config.json to put
+    beside them. A file has at most `shard_bytes`, or one weight.
     """
     if dtype not in CODES:
         raise UsageError(f"Models can be written in {', '.join(CODES)}; got {dtype!r}.")
@@ -65,6 +68,8 @@ def write(
             index = {"metadata": {"total_size": size}, "weight_map": files}
             (temporary / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
         (temporary / "config.json").write_text(json.dumps(said, indent=2) + "\n")
+        if generation is not None:
+            shutil.copyfile(generation, temporary / GENERATION)
         if tokenizer is not None:
             shutil.copyfile(tokenizer, temporary / "tokenizer.json")
             for path in filter(pathlib.Path.is_file, map(tokenizer.with_name, BESIDE)):

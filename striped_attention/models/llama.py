@@ -127,6 +127,12 @@ class ModelConfig:
 
         return jax.tree_util.tree_map_with_path(one, self.shapes, is_leaf=_is_shape)
 
+    def layer_specs(self, devices: int) -> Weights:
+        """The same with each layer's weights by themselves, as generation has them."""
+        specs = self.specs(devices)
+        layer = {name: PartitionSpec(*spec[1:]) for name, spec in specs["layers"].items()}
+        return {**specs, "layers": [layer] * self.layers}
+
     @property
     def parameters(self) -> int:
         return sum(int(np.prod(shape)) for shape in jax.tree.leaves(self.shapes, is_leaf=_is_shape))

@@ -1,0 +1,158 @@
+"""Source: a folder with a model in it, read for training, generation and evaluation alike. Three kinds of folders:
+
+    a run of `striped train`      its newest checkpoint
+    what `striped import` wrote   a checkpoint too, without an optimiser
+    a Hugging Face model          config.json and safetensors
+
+Finding a model reads JSON alone. Its weights come onto a mesh later, as `arrays` reads them.
+"""
+
+import dataclasses
+import functools
+import json
+import pathlib
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from striped_attention.data.corpus import TOKENS
+from striped_attention.errors import UsageError
+from striped_attention.huggingface import read_config
+from striped_attention.huggingface.config import IDS, read_json
+from striped_attention.huggingface.writing import GENERATION
+from striped_attention.models.llama import ModelConfig
+from striped_attention.training.checkpoint import FORMAT, first_line
+from striped_attention.training.folder import TOKENIZER
+from striped_attention.training.storage import open_steps
+
+WEIGHTS = "striped_attention weights 1"  # a checkpoint without an optimiser
+
+
+class NoTokenizer(UsageError):
+    """A model comes without one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A model that was found but not yet read. `step` is None for a Hugging Face model; `said` is its config.json, or
+    what the checkpoint says besides its arrays."""
+
+    folder: pathlib.Path
+    model: ModelConfig
+    step: int | None
+    said: dict[str, Any]
+
+    def file(self, name: str | pathlib.Path) -> pathlib.Path | None:
+        """A file of the folder or of one inside it, None if it is not there.
+
+        Checkpoints come from strangers too, and a link in one must not make `striped export` publish a file of this
+        machine. Downloads of Hugging Face models are links into a cache: those are followed.
+        """
+        path = self.folder / name
+        if self.step is not None and not path.resolve().is_relative_to(self.folder.resolve()):
+            raise UsageError(
+                f"The files of a run must lie in its folder, but {path} is a link to {path.resolve()}. If you trust "
+                f"that file, put a copy in place of the link, or give it with --tokenizer."
+            )
+        return path if path.is_file() else None
+
+    @property
+    def length(self) -> int:
+        """Of the longest sequences that the model is for."""
+        if self.step is None:
+            return self._number("max_position_embeddings")
+        return max(self._number("length"), self.said.get("positions") or 0)
+
+    def _number(self, name: str) -> int:
+        if not isinstance(self.said.get(name), int):
+            raise UsageError(
+                f"{self.folder} must say how long the model's sequences are, as {name}; got {self.said.get(name)!r}."
+            )
+        return self.said[name]
+
+    @property
+    def ids(self) -> dict[str, Any]:
+        """The special tokens that the model names: bos_token_id, eos_token_id, pad_token_id."""
+        return {name: self.said[name] for name in IDS if self.said.get(name) is not None}
+
+    @functools.cached_property
+    def generation(self) -> dict[str, Any]:
+        """What generation_config.json says; nothing if there is none."""
+        path = self.file(GENERATION)
+        return {} if path is None else read_json(path)
+
+    @property
+    def stop(self) -> list[int]:
+        """The tokens that end a text, as far as the folder says."""
+        ids = (self.ids | self.generation).get("eos_token_id")
+        ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+        if not all(type(i) is int for i in ids):
+            raise UsageError(f"{self.folder} must give whole numbers as eos_token_id; got {ids}.")
+        return ids
+
+    @property
+    def tokenizer(self) -> pathlib.Path | None:
+        """Where the model's tokenizer is; None if its tokens are bytes. Raises NoTokenizer if that is not known."""
+        path = self.file(TOKENIZER)
+        if path is not None:
+            return path
+        options = self._options
+        if options is None or str(options.get("data")).endswith(TOKENS):
+            raise NoTokenizer(f"{self.folder} has no {TOKENIZER}. Give one with --tokenizer.")
+        used = options.get("tokenizer")
+        if used is not None:
+            raise UsageError(
+                f"The tokenizer of a run must lie in its folder, and {self.folder} has no {TOKENIZER}. Its run.json "
+                f"says that it was trained with {used}: if you trust that, give it with --tokenizer."
+            )
+        return None
+
+    @property
+    def _options(self) -> dict[str, Any] | None:
+        """The options of the run of `striped train` that made a checkpoint."""
+        path = self.folder / "run.json"
+        if not path.is_file():
+            return None
+        try:
+            options = json.loads(path.read_text())[-1]["options"]
+            if not isinstance(options, dict):
+                raise TypeError("its options are no object")
+            return options
+        except (ValueError, LookupError, TypeError) as error:
+            raise UsageError(f"{path} is damaged ({error}). Give the tokenizer with --tokenizer.") from error
+
+
+def find(folder: pathlib.Path, flag: str = "--model") -> Source:
+    """The model that a folder holds. Raises UsageError, which names the option `flag`, if it holds none."""
+    if not folder.is_dir():
+        raise UsageError(
+            f"{flag} {folder} is not a folder. Give that of a run of `striped train` or of a Hugging Face model."
+        )
+    if (folder / "config.json").is_file():
+        return Source(folder, read_config(folder), None, read_json(folder / "config.json"))
+    if not any(path.name.isdecimal() for path in folder.iterdir()):
+        raise UsageError(
+            f"{flag} {folder} holds neither a checkpoint (a folder named after its step) nor a Hugging Face model "
+            f"(config.json)."
+        )
+    return _find_checkpoint(folder)
+
+
+def _find_checkpoint(folder: pathlib.Path) -> Source:
+    try:
+        with open_steps(folder, read_only=True) as manager:
+            step = manager.latest_step()
+            if step is None:
+                raise ValueError("no save was finished")
+            said = manager.restore(step, args=ocp.args.Composite(place=ocp.args.JsonRestore()))["place"]
+    except Exception as error:
+        raise UsageError(f"The checkpoint in {folder} cannot be read: {first_line(error)}.") from error
+    if not isinstance(said, dict) or said.get("format") not in (FORMAT, WEIGHTS):
+        raise UsageError(
+            f"{folder / str(step)} was not written by this version of `striped train` or `striped import` (its format "
+            f"is {said.get('format') if isinstance(said, dict) else None!r})."
+        )
+    try:
+        return Source(folder, ModelConfig.from_json(said["model"]), step, said)
+    except (LookupError, TypeError, ValueError) as error:
+        raise UsageError(f"{folder / str(step)} holds a model that this version does not know: {error}.") from error
