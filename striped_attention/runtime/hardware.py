@@ -6,6 +6,8 @@ wait for it.
 """
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 GIGA, TERA = 1e9, 1e12
 
@@ -75,3 +77,15 @@ def hardware_of(platform: str, kind: str = "") -> Hardware:
     """What is known of a device by its `device_kind`; of an unknown one, a common device of its platform."""
     known = (device for device in _TABLE if any(name in kind.lower() for name in device.kinds))
     return next(known, HARDWARE[{"gpu": "h100", "tpu": "v5p"}.get(platform, "cpu")])
+
+
+def memory_in_use(devices: Sequence[Any]) -> tuple[int, int | None] | None:
+    """Bytes that the fullest of these devices has used at once since the process began, and how many JAX may take.
+
+    None where devices do not say, as CPUs.
+    """
+    told = [stats for device in devices if (stats := device.memory_stats()) and "peak_bytes_in_use" in stats]
+    if not told:
+        return None
+    fullest = max(told, key=lambda stats: stats["peak_bytes_in_use"])
+    return fullest["peak_bytes_in_use"], fullest.get("bytes_limit")

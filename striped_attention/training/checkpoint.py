@@ -112,6 +112,13 @@ class Checkpoints:
             raise self._failed(error) from error
         self.saved, self._saving = self._saving, None
 
+    @property
+    def newest(self) -> int | None:
+        """The step of the newest checkpoint that is whole on disk, without waiting for one that is being written."""
+        under_way = self._saving
+        done = under_way is not None and (self.folder / str(under_way)).is_dir()  # Orbax renames it when it is whole
+        return under_way if done else self.saved
+
     def _failed(self, error: Exception) -> UsageError:
         step, self._saving = self._saving, None
         kept = "No checkpoint was finished before" if self.saved is None else f"That of step {self.saved} is whole"

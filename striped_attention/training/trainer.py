@@ -17,7 +17,7 @@ from striped_attention.errors import Diverged, UsageError
 from striped_attention.kernels import choice
 from striped_attention.models.stages import AXES, check_devices, parse_mesh
 from striped_attention.planning.cost import attention_flops, estimate, gigabytes, matrix_flops
-from striped_attention.runtime.hardware import peak_flops
+from striped_attention.runtime.hardware import memory_in_use, peak_flops
 from striped_attention.runtime.mesh import make_mesh
 from striped_attention.training import folder
 from striped_attention.training.checkpoint import Checkpoints, Place
@@ -197,6 +197,7 @@ class _Run:
                     self._validate(step, state)
                 if checkpoints is not None and (stop or step == config.steps or step % config.checkpoint_every == 0):
                     checkpoints.save(state, self.place)
+                self._show_checkpoint()
                 if stop:
                     break
         self._finish((asked.name or "Another process was asked to stop") if stop else None)
@@ -239,6 +240,9 @@ class _Run:
         config = self.config
         tokens = config.batch * config.sequence_length
         flops = matrix_flops(config.model, tokens) + attention_flops(config.model, pairs)
+        memory = memory_in_use(self.program.mesh.local_devices)
+        if memory is not None:
+            metrics, self.watch.display.memory_limit = {**metrics, "memory_bytes": memory[0]}, memory[1]
         return {
             "step": step,
             **metrics,
@@ -249,12 +253,17 @@ class _Run:
             "mfu": None if self.peak is None else flops / seconds / self.peak,
         }
 
+    def _show_checkpoint(self) -> None:
+        if self.checkpoints is not None:
+            self.watch.display.checkpoint = self.checkpoints.newest
+
     def _finish(self, signal_name: str | None) -> None:
         self._stop_profile()
         if self.config.profile is not None and not self.profiled:
             self.watch.say(f"No trace was written: it needs {PROFILED.start + 1} steps or more, and there were fewer.")
         if self.checkpoints is not None:
             self.checkpoints.wait()
+            self._show_checkpoint()
         if self.place.step >= self.config.steps:
             self.watch.say(f"All {self.config.steps} steps are done.")
         elif signal_name is not None:

@@ -1,6 +1,6 @@
 """Watch: what a person sees of a run while it goes on, and what is kept of it.
 
-A progress bar on a terminal, a line now and then elsewhere; `metrics.jsonl` and TensorBoard's files in the run's folder
+A live display on a terminal, a line now and then elsewhere; `metrics.jsonl` and TensorBoard's files in the run's folder
 if it has one.
 """
 
@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import rich.console
-import rich.progress
+import rich.live
 
 from striped_attention.errors import UsageError
 from striped_attention.training.checkpoint import write_whole
+from striped_attention.training.display import Display, duration
 from striped_attention.training.events import first_event, metrics_event, start_event
 from striped_attention.training.folder import EVENTS, METRICS
 from striped_attention.training.loss_by_position import Losses
@@ -28,26 +29,23 @@ class Watch:
     """Shows and keeps the metrics of each step. A quiet one (of a process that is not the first) does nothing."""
 
     def __init__(self, first: int, steps: int, quiet: bool) -> None:
-        self.console = rich.console.Console(quiet=quiet, highlight=False, markup=False, soft_wrap=True)
+        self.console = rich.console.Console(quiet=quiet, highlight=False, markup=False)
+        self.console.soft_wrap = not self.console.is_terminal  # a log keeps its lines whole
         self._first, self._steps, self._last_line = first, steps, 0.0
         self._folder: pathlib.Path | None = None
         self._file = self._tensorboard = None
-        self._bar = rich.progress.Progress(
-            rich.progress.BarColumn(),
-            rich.progress.MofNCompleteColumn(),
-            rich.progress.TextColumn("{task.description}"),
-            rich.progress.TimeRemainingColumn(),
-            console=self.console,
-            disable=quiet or not self.console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=steps, completed=first)
+        self.display = Display(first, steps)
+        shown = self.console.is_terminal and not quiet
+        self._live = rich.live.Live(self.display, console=self.console) if shown else None
 
     def __enter__(self) -> "Watch":
-        self._bar.start()
+        if self._live is not None:
+            self._live.start()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._bar.stop()
+        if self._live is not None:
+            self._live.stop()
         for kept in (self._file, self._tensorboard):
             with contextlib.suppress(OSError):  # every step was flushed, and one that could not be was told
                 if kept is not None:
@@ -68,14 +66,11 @@ class Watch:
 
     def step(self, metrics: dict[str, Any]) -> None:
         """Show and keep the metrics of a step that is done."""
-        text = f"loss {metrics['loss']:.4f} · {metrics['tokens_per_second']:,.0f} tokens/s"
-        if metrics.get("mfu") is not None:
-            text += f" · MFU {metrics['mfu']:.1%}"
-        self._bar.update(self._task, completed=metrics["step"], description=text)
+        self.display.update(metrics)
         now = time.monotonic()
-        if not self.console.is_terminal and (now - self._last_line > LINE_EVERY or metrics["step"] == self._steps):
+        if self._live is None and (now - self._last_line > LINE_EVERY or metrics["step"] == self._steps):
             self._last_line = now
-            self.say(f"step {metrics['step']}/{self._steps} · {text}")
+            self.say(self._line(metrics))
         try:
             self._write(metrics, {name: value for name, value in metrics.items() if name != "step"})
         except OSError as error:
@@ -84,10 +79,21 @@ class Watch:
     def validation(self, step: int, found: Losses) -> None:
         """Show and keep the losses on held-out data after a step. They have a line of their own in metrics.jsonl."""
         self.say(f"step {step}/{self._steps} · validation loss {found}")
+        self.display.validated(step, found.loss)
         try:
             self._write({"step": step, "validation": found.as_json()}, found.tags())
         except OSError as error:
             raise _cannot_write(self._folder, error) from error
+
+    def _line(self, metrics: dict[str, Any]) -> str:
+        """A step in a line, for logs."""
+        text = f"step {metrics['step']}/{self._steps} · loss {metrics['loss']:.4f}"
+        text += f" · {metrics['tokens_per_second']:,.0f} tokens/s"
+        if metrics["mfu"] is not None:
+            text += f" · MFU {metrics['mfu']:.1%}"
+        if self.display.left is not None and metrics["step"] < self._steps:
+            text += f" · {duration(self.display.left)} left"
+        return text
 
     def _write(self, line: dict[str, Any], tags: Mapping[str, float | None]) -> None:
         if self._file is not None:
