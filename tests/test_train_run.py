@@ -9,6 +9,7 @@ import os
 import pathlib
 import shutil
 import struct
+import sys
 import tempfile
 
 import jax
@@ -23,6 +24,7 @@ from striped_attention.training.config import TrainConfig
 from striped_attention.training.step import Program
 from striped_attention.training.trainer import mesh_sizes, train
 from tests.test_train_data import write_tokenizer
+from tests.test_weights_and_biases import Service
 
 TINY = dict(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, dtype="float32", sequence_length=64)
 TINY |= dict(batch=4, mesh="data=4,sequence=2")  # short rings compile faster
@@ -41,7 +43,9 @@ def _compile_once():
 
     def same(config, mesh, documents):
         program = Program(config, mesh, documents=documents)
-        no_matter = dict(checkpoint_dir=None, checkpoint_every=1, resume=False, profile=None, seed=0, keep=1)
+        no_matter = dict(
+            checkpoint_dir=None, checkpoint_every=1, resume=False, profile=None, seed=0, keep=1, wandb=None
+        )
         no_matter |= dict(data=None, tokenizer=None, end_token=None)
         no_matter |= dict(validation=None, validate_every=None, validation_sequences=None)
         no_matter |= dict(steps=9) if config.schedule == "constant" else {}
@@ -158,6 +162,16 @@ def test_held_out_data_that_cannot_be_is_told_before_compiling(tmp_path):
     (tmp_path / "short.txt").write_text("short")
     refuse("short.txt holds 6 tokens, too few.*with --validation", validation=tmp_path / "short.txt")
     refuse("--validate-every needs --validation", validate_every=3)
+
+
+def test_weights_and_biases_gets_the_metrics_of_every_step(half, monkeypatch):
+    service = Service()
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    train(config(half, steps=5, resume=True, wandb="project"))
+    (run,) = service.runs
+    assert [(line["step"], line["loss"]) for line in run.lines] == [(4, losses(half)[3]), (5, losses(half)[4])]
+    assert run.ended == 0
+    assert run.options["id"] in (half / "wandb.json").read_text()
 
 
 def test_a_finished_run_has_nothing_left_to_do(straight, tmp_path, capsys):

@@ -117,6 +117,8 @@ class TrainConfig:
 
     dry_run: bool = False
     """Only say what the run would need: parameters, memory by part, FLOPs, bytes on the wire."""
+    wandb: Text = None
+    """Log to this project of Weights & Biases too (extra: wandb). --resume goes on with the same run there."""
     profile: Path = None
     """Write a JAX trace of three steps to this folder, for TensorBoard, XProf or Perfetto."""
 

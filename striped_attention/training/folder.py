@@ -1,6 +1,7 @@
 """Folder: the folder of a run, apart from its checkpoints and metrics.
 
 run.json         the options of this run, and of those that it goes on from
+wandb.json       the run's id on Weights & Biases, with --wandb
 tokenizer.json   a copy of --tokenizer, with the files that belong to it: `striped generate` and `striped export` need
                  nothing but the folder, and take no file from elsewhere on the word of a run.json
 """
@@ -23,7 +24,7 @@ from striped_attention.huggingface.writing import BESIDE
 from striped_attention.training.checkpoint import write_whole
 from striped_attention.training.config import TrainConfig
 
-TOKENIZER, METRICS, EVENTS = "tokenizer.json", "metrics.jsonl", "tensorboard"
+TOKENIZER, METRICS, EVENTS, WANDB = "tokenizer.json", "metrics.jsonl", "tensorboard", "wandb.json"
 
 
 def check(config: TrainConfig) -> None:
@@ -56,7 +57,7 @@ def read_record(folder: pathlib.Path) -> list[Any]:
 def check_files(folder: pathlib.Path) -> None:
     """Raise if something else has the place of a file that a run writes, or it may not be written."""
     for name, kind, right in (
-        *((name, "a file", pathlib.Path.is_file) for name in ("run.json", METRICS, TOKENIZER)),
+        *((name, "a file", pathlib.Path.is_file) for name in ("run.json", METRICS, TOKENIZER, WANDB)),
         (EVENTS, "a folder", pathlib.Path.is_dir),
     ):
         path = folder / name

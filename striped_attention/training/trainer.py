@@ -26,6 +26,7 @@ from striped_attention.training.settle import settle
 from striped_attention.training.step import Inputs, Program, State
 from striped_attention.training.validation import EVERY, HeldOut, held_out
 from striped_attention.training.watch import Watch
+from striped_attention.training.weights_and_biases import WandbRun
 
 PROFILED = range(2, 5)  # steps of this run, counted from 0: the first ones warm up
 
@@ -48,7 +49,8 @@ def train(config: TrainConfig) -> State:
     main = jax.process_index() == 0
     with _Signals() as asked, _room(config, sizes), _checkpoints(config) as checkpoints:
         place, runs = _look(program, corpus, checkpoints)
-        with Watch(place.step, config.steps, quiet=not main) as watch:
+        wandb = None if config.wandb is None or not main else WandbRun(config)
+        with Watch(place.step, config.steps, quiet=not main, wandb=wandb) as watch:
             watch.say(describe(program, corpus, kernel))
             if corpus.warning is not None:
                 watch.say(f"Warning: {corpus.warning}")

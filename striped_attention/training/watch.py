@@ -1,7 +1,7 @@
 """Watch: what a person sees of a run while it goes on, and what is kept of it.
 
 A live display on a terminal, a line now and then elsewhere; `metrics.jsonl` and TensorBoard's files in the run's folder
-if it has one.
+if it has one; Weights & Biases if it is asked for.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from striped_attention.training.display import Display, duration
 from striped_attention.training.events import first_event, metrics_event, start_event
 from striped_attention.training.folder import EVENTS, METRICS
 from striped_attention.training.loss_by_position import Losses
+from striped_attention.training.weights_and_biases import WandbRun
 
 LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 
@@ -28,12 +29,13 @@ LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 class Watch:
     """Shows and keeps the metrics of each step. A quiet one (of a process that is not the first) does nothing."""
 
-    def __init__(self, first: int, steps: int, quiet: bool) -> None:
+    def __init__(self, first: int, steps: int, quiet: bool, wandb: WandbRun | None = None) -> None:
         self.console = rich.console.Console(quiet=quiet, highlight=False, markup=False)
         self.console.soft_wrap = not self.console.is_terminal  # a log keeps its lines whole
         self._first, self._steps, self._last_line = first, steps, 0.0
         self._folder: pathlib.Path | None = None
         self._file = self._tensorboard = None
+        self._wandb = wandb
         self.display = Display(first, steps)
         shown = self.console.is_terminal and not quiet
         self._live = rich.live.Live(self.display, console=self.console) if shown else None
@@ -43,13 +45,15 @@ class Watch:
             self._live.start()
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, kind: Any, *_: Any) -> None:
         if self._live is not None:
             self._live.stop()
         for kept in (self._file, self._tensorboard):
             with contextlib.suppress(OSError):  # every step was flushed, and one that could not be was told
                 if kept is not None:
                     kept.close()
+        if self._wandb is not None:
+            self._wandb.close(failed=kind is not None)
 
     def keep(self, folder: pathlib.Path) -> None:
         """Keep metrics in this folder from now on."""
@@ -57,6 +61,8 @@ class Watch:
         try:
             self._file = _open_metrics(folder / METRICS, self._first)
             self._tensorboard = _open_tensorboard(folder / EVENTS, self._first)
+            if self._wandb is not None:
+                self._wandb.keep(folder)
         except OSError as error:
             raise _cannot_write(folder, error) from error
 
@@ -96,11 +102,13 @@ class Watch:
         return text
 
     def _write(self, line: dict[str, Any], tags: Mapping[str, float | None]) -> None:
+        shown = {name: value for name, value in tags.items() if value is not None}
+        if self._wandb is not None:
+            self._wandb.write(line["step"], shown, self.say)
         if self._file is not None:
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()
         if self._tensorboard is not None:
-            shown = {name: value for name, value in tags.items() if value is not None}
             self._tensorboard.write(metrics_event(line["step"], shown))
             self._tensorboard.flush()
 

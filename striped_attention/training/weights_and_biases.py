@@ -1,0 +1,94 @@
+"""Weights & Biases: a run's metrics on wandb.ai, for those who ask for it with --wandb PROJECT.
+
+The package is imported only then. `wandb.json` in the run's folder keeps the id of the run there, so that --resume goes
+on with the same one. Steps that are done again after a crash are logged again under the same number: charts are drawn
+over `step`, not over the order of logging. WANDB_MODE, WANDB_API_KEY, WANDB_DIR and the like work as everywhere.
+"""
+
+import json
+import pathlib
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from striped_attention.errors import UsageError
+from striped_attention.training.checkpoint import first_line, write_whole
+from striped_attention.training.config import TrainConfig
+from striped_attention.training.folder import WANDB
+
+
+class WandbRun:
+    """A run on wandb.ai, or, with WANDB_MODE=offline, in a folder that `wandb sync` sends there later."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        wandb = _package()
+        self.project, folder = config.wandb, config.checkpoint_dir
+        earlier = _earlier(folder, config.wandb) if config.resume and folder is not None else None
+        self.id = earlier or uuid.uuid4().hex[:12]
+        try:
+            self._run = wandb.init(
+                project=self.project,
+                id=self.id,
+                resume="allow",
+                name=None if folder is None else folder.absolute().name,
+                config={**config.record(), "parameters": config.model.parameters},
+                allow_val_change=True,  # a resumed run may have more steps, or another mesh
+                settings=wandb.Settings(console="off", quiet=True),  # its copy of the terminal would hold every frame
+            )
+            self._run.define_metric("step")
+            self._run.define_metric("*", step_metric="step")
+        except wandb.errors.Error as error:
+            raise UsageError(
+                f"--wandb {self.project}: Weights & Biases said: {first_line(error)}. Set "
+                f"WANDB_MODE=offline to send the run later with `wandb sync`, or leave out --wandb."
+            ) from error
+
+    def keep(self, folder: pathlib.Path) -> None:
+        """Note the run's id in its folder, for --resume."""
+        write_whole(folder / WANDB, json.dumps({"project": self.project, "id": self.id}) + "\n")
+
+    def write(self, step: int, numbers: dict[str, float], say: Callable[[str], None]) -> None:
+        """Log the numbers of a step. When the service has failed, `say` so once; the training goes on."""
+        if self._run is None:
+            return
+        try:
+            self._run.log({"step": step, **numbers})
+        except Exception as error:  # of the package or its service: a run of days does not end for that
+            self._run = None
+            say(f"Warning: Weights & Biases gets no more metrics: {first_line(error)}. metrics.jsonl has them all.")
+
+    def close(self, failed: bool) -> None:
+        """Send what is not sent yet, and say how the run ended."""
+        if self._run is not None:
+            self._run.finish(exit_code=int(failed))
+
+
+def _package() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise UsageError(
+            f"--wandb needs the package wandb, and it cannot be imported ({error}). Install it with "
+            f"pip install 'striped-attention[wandb]', or leave out --wandb."
+        ) from error
+    return wandb
+
+
+def _earlier(folder: pathlib.Path, project: str | None) -> str | None:
+    """The id of the run that this folder's run has on wandb.ai already."""
+    path = folder / WANDB
+    if not path.exists():
+        return None
+    try:
+        said = json.loads(path.read_text())
+        there, number = said["project"], said["id"]
+        if not (isinstance(there, str) and isinstance(number, str)):
+            raise ValueError("project and id must be text")
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise UsageError(f"{path} is damaged ({error}). Move it away to log to a new run.") from error
+    if there != project:
+        raise UsageError(
+            f"The run in {folder} logs to the project {there}, and --wandb says {project}. Give --wandb {there}, or "
+            f"move {path} away to log to a new run."
+        )
+    return number
