@@ -16,6 +16,7 @@ from striped_attention.strategies.strategy import AUTO, Strategy, parse_strategy
 
 # Options that may be left out; the help text says what happens then.
 Whole = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
+Number = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", help_behavior_hint="")]
 Text = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
 Path = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
 Numbers = Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="INT ...", help_behavior_hint="")]

@@ -31,7 +31,11 @@ FORMAT = "striped_attention training state 1"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What a checkpoint says besides its arrays. `rows` counts sequences drawn from the data so far."""
+    """What a checkpoint says besides its arrays. `rows` counts sequences drawn from the data so far.
+
+    `positions` is the longest sequence that the model's rotary positions are made for, if that is known, and `ids` are
+    its special tokens, like eos_token_id: what the config.json of an export says. Older checkpoints have neither.
+    """
 
     step: int
     rows: int
@@ -40,9 +44,16 @@ class Place:
     seed: int
     length: int
     end: int | None
+    positions: int | None = None
+    ids: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         return {"format": FORMAT, "written_by": __version__, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, said: dict[str, Any]) -> "Place":
+        older: dict[str, Any] = {"positions": None, "ids": {}}
+        return cls(**{field.name: (older | said)[field.name] for field in dataclasses.fields(cls)})
 
 
 class Checkpoints:
@@ -148,7 +159,7 @@ class Checkpoints:
                 f"{said.get('format') if isinstance(said, dict) else None!r}, not {FORMAT!r}). It was left as it is."
             )
         self._checksums = said["checksums"]
-        place = Place(**{field.name: said[field.name] for field in dataclasses.fields(Place)})
+        place = Place.from_json(said)
         _check_same_run(place, like, self.folder)
         return place
 

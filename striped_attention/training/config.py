@@ -1,22 +1,36 @@
 """Config: every option of `striped train`, once: its flags, help, defaults and the record kept with a run."""
 
 import dataclasses
+import math
 import pathlib
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
+import tyro
 
 import striped_attention as sa
 from striped_attention.core.layout import BASELINE, DEFAULT, Layout, LayoutName, has_stripes, named_layout
 from striped_attention.core.mask import Mask
+from striped_attention.data.corpus import TOKENS
 from striped_attention.errors import UsageError
 from striped_attention.kernels.choice import choose_stripes
 from striped_attention.kernels.contract import Request, make_request
 from striped_attention.models.llama import PRESETS, ModelConfig
-from striped_attention.options import Path, Text, Whole, check_at_least, check_shared
+from striped_attention.options import Number, Path, Text, Whole, check_at_least, check_shared
 from striped_attention.strategies.strategy import AUTO, Strategy, exchanged, parse_strategy, resolve
 from striped_attention.strategies.workload import adapted
+from striped_attention.training.rope import parse_scaling, scaled
+
+# Options that say the shape of a model from scratch.
+SHAPE = ("preset", "layers", "dim", "ffn", "heads", "kv_heads", "vocabulary")
+Hidden = Annotated[Any, tyro.conf.Suppress, tyro.conf.Fixed]  # no option: filled in before a run begins
+
+
+Preset = Annotated[
+    Literal["debug", "1b", "3b", "7b", "llama3-8b"] | None,
+    tyro.conf.arg(metavar="{debug,1b,3b,7b,llama3-8b}", help_behavior_hint=""),
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +41,20 @@ class TrainConfig:
     see several devices on one CPU: striped train --cpu-devices 8
     """
 
-    preset: Literal["debug", "1b", "3b", "7b", "llama3-8b"] = "debug"
-    """Shape of the model. 1b, 3b and 7b are LLaMA's as in the Striped Attention paper; llama3-8b has grouped heads."""
+    preset: Preset = None
+    """Shape of a model from scratch. 1b, 3b and 7b are LLaMA's as in the Striped Attention paper; llama3-8b has grouped
+    heads. Default: debug, a small one."""
+    start_from: Path = None
+    """Folder of a model to start from: a Hugging Face model (Llama, Mistral, Qwen), the output of `striped import`, or
+    a run of `striped train`. Its weights, shape, vocabulary and tokenizer are taken; the optimiser is fresh. Default:
+    random weights."""
+    rope_theta: Number = None
+    """Base of the rotary positions; a larger one suits longer sequences. Default: the model's own, 10000 for most
+    presets."""
+    rope_scaling: Text = None
+    """Scale rotary positions for longer sequences than the model learned on: linear:4, yarn:8, llama3:8, or none. It
+    replaces any scaling that the model has. The length before scaling is the model's own; yarn:8,original=8192 says
+    another, and models from scratch need it. Default: the model's scaling."""
     sequence_length: int = 2048
     """Tokens of one sequence. Any number: what the devices cannot share equally is padded and never seen."""
     batch: int = 1
@@ -55,7 +81,8 @@ class TrainConfig:
     """A text file in UTF-8, a folder of them, or tokens as .npy or .bin (raw uint16, or uint32 for a vocabulary beyond
     65536). Default: the sources of Python's standard library, as bytes."""
     tokenizer: Path = None
-    """A Hugging Face tokenizer.json for text; a copy is kept in --checkpoint-dir. Default: bytes are tokens."""
+    """A Hugging Face tokenizer.json for text; a copy is kept in --checkpoint-dir. Default: that of --start-from, or
+    bytes are tokens."""
     end_token: Whole = None
     """The token that ends a document in .npy and .bin data. Without it all of it counts as one document."""
 
@@ -134,6 +161,9 @@ class TrainConfig:
     process_id: Whole = None
     """Which of them this one is, from 0."""
 
+    shape: Hidden = None
+    own_tokenizer: Hidden = None
+
     def __post_init__(self) -> None:
         check_shared(self)
         at_least = dict.fromkeys(("sequence_length", "batch", "steps", "checkpoint_every", "keep", "chunk", "tile"), 1)
@@ -148,16 +178,35 @@ class TrainConfig:
                 raise UsageError(f"--{option.replace('_', '-')} needs --validation, the held-out data.")
         if self.resume and self.checkpoint_dir is None:
             raise UsageError("--resume needs --checkpoint-dir, the folder of the run to go on with.")
+        if self.rope_theta is not None and not 1 < self.rope_theta < math.inf:
+            raise UsageError(f"--rope-theta must be a number above 1; got {self.rope_theta}.")
+        if self.rope_scaling is not None:
+            parse_scaling(self.rope_scaling)
+        for name in SHAPE if self.start_from is not None else ():
+            if getattr(self, name) is not None:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} is for models from scratch; with --start-from the model has its own. "
+                    f"Leave one of them out."
+                )
 
     @property
     def model(self) -> ModelConfig:
-        """The preset with what was given instead of it."""
+        """The preset with what was given instead of it; with --start-from the model that `start.look` has found."""
+        if self.shape is not None:
+            return self.shape
+        if self.start_from is not None:
+            raise ValueError("The folder of --start-from was not looked at yet: training.start.look does that.")
         names = [field.name for field in dataclasses.fields(ModelConfig) if hasattr(self, field.name)]
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         try:
-            return dataclasses.replace(PRESETS[self.preset], **given)
+            model = dataclasses.replace(PRESETS[self.preset or "debug"], **given)
         except ValueError as error:
             raise UsageError(str(error)) from error
+        return model if self.rope_scaling is None else scaled(model, self.rope_scaling, None)
+
+    def tokenizer_for(self, path: pathlib.Path | None) -> pathlib.Path | None:
+        """The tokenizer for data: the one that was given, else the model's own where the data is text."""
+        return self.tokenizer or (None if is_tokens(path) else self.own_tokenizer)
 
     def make_layout(self, devices: int, documents: bool = True, platform: str | None = None) -> Layout:
         """The layout on that many devices of the sequence axis, for text with documents or without.
@@ -212,4 +261,10 @@ class TrainConfig:
 
     def record(self) -> dict[str, Any]:
         """All options as JSON can keep them."""
-        return {k: str(v) if isinstance(v, pathlib.Path) else v for k, v in dataclasses.asdict(self).items()}
+        options = {name: value for name, value in vars(self).items() if name not in ("shape", "own_tokenizer")}
+        return {k: str(v) if isinstance(v, pathlib.Path) else v for k, v in options.items()}
+
+
+def is_tokens(path: pathlib.Path | None) -> bool:
+    """Whether data holds tokens already, so that no tokenizer has to make them."""
+    return path is not None and path.suffix in TOKENS

@@ -1,5 +1,7 @@
 """Dry run: whether a run fits, before machines are rented. Counts shapes; touches no device."""
 
+from collections.abc import Sequence
+
 import rich.console
 import rich.table
 
@@ -7,10 +9,12 @@ from striped_attention.planning.cost import Cost, estimate, gigabytes
 from striped_attention.training.config import TrainConfig
 
 
-def show(config: TrainConfig, mesh: dict[str, int]) -> None:
-    """Print what a step of this run needs."""
+def show(config: TrainConfig, mesh: dict[str, int], start: Sequence[str] = ()) -> None:
+    """Print what a step of this run needs, after lines on what it starts from."""
     cost = estimate(config, mesh)
     console = rich.console.Console(highlight=False)
+    for line in start:
+        console.print(line, markup=False, soft_wrap=True)
     axes = " × ".join(f"{size} {name}" for name, size in mesh.items())
     console.print(
         f"[bold]{cost.parameters:,} parameters[/], {config.batch} × {config.sequence_length:,} tokens a step on "

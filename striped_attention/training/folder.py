@@ -1,9 +1,12 @@
 """Folder: the folder of a run, apart from its checkpoints and metrics.
 
-run.json         the options of this run, and of those that it goes on from
-wandb.json       the run's id on Weights & Biases, with --wandb
-tokenizer.json   a copy of --tokenizer, with the files that belong to it: `striped generate` and `striped export` need
-                 nothing but the folder, and take no file from elsewhere on the word of a run.json
+run.json                 the options of this run, and of those that it goes on from
+wandb.json               the run's id on Weights & Biases, with --wandb
+tokenizer.json           a copy of --tokenizer or of --start-from's, with the files that belong to it
+generation_config.json   a copy of --start-from's
+
+So `striped generate` and `striped export` need nothing but the folder, and take no file from elsewhere on the word of a
+run.json.
 """
 
 import dataclasses
@@ -13,6 +16,7 @@ import pathlib
 import platform
 import shutil
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -65,8 +69,16 @@ def check_files(folder: pathlib.Path) -> None:
             raise UsageError(f"{path} must be {kind} that can be written. Move it away and go on with --resume.")
 
 
-def begin(folder: pathlib.Path, runs: list[Any], config: TrainConfig, mesh: dict[str, int], step: int) -> None:
-    """Write down a run that begins after `step`. `runs` are those that it goes on from."""
+def begin(
+    folder: pathlib.Path,
+    runs: list[Any],
+    config: TrainConfig,
+    mesh: dict[str, int],
+    step: int,
+    files: Mapping[str, pathlib.Path],
+) -> None:
+    """Write down a run that begins after `step`. `runs` are those that it goes on from, `files` what else is copied, by
+    name."""
     run = {
         "from_step": step,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -78,8 +90,8 @@ def begin(folder: pathlib.Path, runs: list[Any], config: TrainConfig, mesh: dict
         "versions": {"striped_attention": __version__, "jax": jax.__version__, "python": platform.python_version()},
     }
     try:
-        if config.tokenizer is not None:
-            _keep_tokenizer(folder, config.tokenizer)
+        for name, path in (_tokenizer_files(config.tokenizer) | dict(files)).items():
+            _keep(path, folder / name)
         write_whole(folder / "run.json", json.dumps([*runs, run], indent=2) + "\n")
     except OSError as error:
         raise UsageError(
@@ -88,10 +100,15 @@ def begin(folder: pathlib.Path, runs: list[Any], config: TrainConfig, mesh: dict
         ) from error
 
 
-def _keep_tokenizer(folder: pathlib.Path, tokenizer: pathlib.Path) -> None:
+def _tokenizer_files(tokenizer: pathlib.Path | None) -> dict[str, pathlib.Path]:
+    """A tokenizer and what belongs to it, by the names that they have in the folder of a run."""
+    if tokenizer is None:
+        return {}
     beside = filter(pathlib.Path.is_file, map(tokenizer.with_name, BESIDE))
-    for path, name in [(tokenizer, TOKENIZER), *((path, path.name) for path in beside)]:
-        target = folder / name
-        if not (target.exists() and os.path.samefile(path, target)):
-            shutil.copyfile(path, target.with_name(name + ".tmp"))
-            target.with_name(name + ".tmp").replace(target)
+    return {TOKENIZER: tokenizer, **{path.name: path for path in beside}}
+
+
+def _keep(path: pathlib.Path, target: pathlib.Path) -> None:
+    if not (target.exists() and os.path.samefile(path, target)):
+        shutil.copyfile(path, target.with_name(target.name + ".tmp"))
+        target.with_name(target.name + ".tmp").replace(target)

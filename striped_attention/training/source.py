@@ -73,7 +73,8 @@ class Source:
     @property
     def ids(self) -> dict[str, Any]:
         """The special tokens that the model names: bos_token_id, eos_token_id, pad_token_id."""
-        return {name: self.said[name] for name in IDS if self.said.get(name) is not None}
+        said = self.said | self.said.get("ids", {})  # where runs of `striped train` have them
+        return {name: said[name] for name in IDS if said.get(name) is not None}
 
     @functools.cached_property
     def generation(self) -> dict[str, Any]:

@@ -142,6 +142,13 @@ class Program:
         """The state before the first step; the same numbers on every mesh."""
         return self.fresh(jax.random.key(self.config.seed))
 
+    def start_state(self, weights: Any) -> State:
+        """The state before the first step of a run that starts from these weights, which lie as `state` has them."""
+        shardings = (self.state.step.sharding, jax.tree.map(lambda x: x.sharding, self.state.optimiser))
+        fresh = lambda weights: (jnp.zeros((), jnp.int32), self.optimiser.init(weights))  # noqa: E731
+        step, optimiser = jax.jit(fresh, out_shardings=shardings)(weights)
+        return State(step, weights, optimiser)
+
     def _fresh(self, key: Any) -> State:
         weights = init(self.model, key)
         return State(jnp.zeros((), jnp.int32), weights, self.optimiser.init(weights))
@@ -163,7 +170,8 @@ class Program:
         loss, stop, gradients = self.loss_and_gradients(state.weights, inputs)
         with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes, which users may have forbidden
             updates, optimiser = self.optimiser.update(gradients, state.optimiser, state.weights)
-        weights = optax.apply_updates(state.weights, updates)
+        # An update of 0 leaves every bit as it is, also of -0.0 and of numbers too small for a processor in a hurry.
+        weights = jax.tree.map(lambda x, update: jnp.where(update == 0, x, x + update), state.weights, updates)
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients), "stop": stop}
         return State(state.step + 1, weights, optimiser), metrics
 

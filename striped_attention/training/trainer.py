@@ -19,7 +19,7 @@ from striped_attention.models.stages import AXES, check_devices, parse_mesh
 from striped_attention.planning.cost import attention_flops, estimate, gigabytes, matrix_flops
 from striped_attention.runtime.hardware import memory_in_use, peak_flops
 from striped_attention.runtime.mesh import make_mesh
-from striped_attention.training import folder
+from striped_attention.training import arrays, folder, start
 from striped_attention.training.checkpoint import Checkpoints, Place
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.settle import settle
@@ -37,7 +37,9 @@ def train(config: TrainConfig) -> State:
     What can be refused is refused before anything is written, and before minutes of compiling.
     """
     sizes = mesh_sizes(config, jax.device_count())
-    corpus = data.load(config.data, config.tokenizer, config.end_token, config.model.vocabulary)
+    begin = start.look(config)
+    config = begin.config
+    corpus = data.load(config.data, config.tokenizer_for(config.data), config.end_token, config.model.vocabulary)
     data.read(corpus, 0, range(1), config.sequence_length, config.seed)
     documents = corpus.end is not None
     config = settle(config, sizes, documents, jax.default_backend(), jax.local_devices()[0].device_kind)
@@ -48,22 +50,26 @@ def train(config: TrainConfig) -> State:
     folder.check(config)
     main = jax.process_index() == 0
     with _Signals() as asked, _room(config, sizes), _checkpoints(config) as checkpoints:
-        place, runs = _look(program, corpus, checkpoints)
+        place, runs = _look(program, corpus, begin, checkpoints)
         wandb = None if config.wandb is None or not main else WandbRun(config)
         with Watch(place.step, config.steps, quiet=not main, wandb=wandb) as watch:
             watch.say(describe(program, corpus, kernel))
+            for line in begin.lines:
+                watch.say(line)
             if corpus.warning is not None:
                 watch.say(f"Warning: {corpus.warning}")
             state = None
             if checkpoints is not None and place.step > 0:
                 state = checkpoints.restore(place.step, program.state)
+            elif begin.source is not None:
+                state = program.start_state(arrays.read_stacked(begin.source, program.mesh, watch.loaded))
             run = _Run(program, corpus, watch, place, validation)
             state = program.fresh_state() if state is None else state
             if config.resume:
                 watch.say(f"Going on from step {place.step}.")
             if checkpoints is not None and main:
                 checkpoints.clean()
-                folder.begin(checkpoints.folder, runs, config, sizes, place.step)
+                folder.begin(checkpoints.folder, runs, config, sizes, place.step, begin.files)
                 watch.keep(checkpoints.folder)
             return run.loop(state, checkpoints, asked)
 
@@ -75,9 +81,11 @@ def _checkpoints(config: TrainConfig) -> contextlib.AbstractContextManager[Check
     )
 
 
-def _look(program: Program, corpus: data.Corpus, checkpoints: Checkpoints | None) -> tuple[Place, list[Any]]:
+def _look(
+    program: Program, corpus: data.Corpus, begin: start.Start, checkpoints: Checkpoints | None
+) -> tuple[Place, list[Any]]:
     """Where the run begins, and the record of the runs before it. Raises if its folder has no room or is damaged."""
-    place, runs = _start(program.config, corpus), []
+    place, runs = _start(program.config, corpus, begin), []
     if checkpoints is not None and program.config.resume:
         place = checkpoints.place(like=place)
         runs = folder.read_record(checkpoints.folder)
@@ -87,7 +95,7 @@ def _look(program: Program, corpus: data.Corpus, checkpoints: Checkpoints | None
     return place, runs
 
 
-def _start(config: TrainConfig, corpus: data.Corpus) -> Place:
+def _start(config: TrainConfig, corpus: data.Corpus, begin: start.Start) -> Place:
     """Where a new run begins, and what it is a run of."""
     return Place(
         step=0,
@@ -97,6 +105,8 @@ def _start(config: TrainConfig, corpus: data.Corpus) -> Place:
         seed=config.seed,
         length=config.sequence_length,
         end=corpus.end,
+        positions=begin.positions,
+        ids=dict(begin.ids),
     )
 
 

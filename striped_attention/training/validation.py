@@ -22,7 +22,8 @@ def held_out(program: Program) -> "HeldOut | None":
     if config.validation is None:
         return None
     try:
-        corpus = data.load(config.validation, config.tokenizer, config.end_token, config.model.vocabulary)
+        tokenizer = config.tokenizer_for(config.validation)
+        corpus = data.load(config.validation, tokenizer, config.end_token, config.model.vocabulary)
         data.whole_rows(corpus, config.sequence_length)
     except UsageError as error:
         raise UsageError(str(error).replace("--data", "--validation")) from error

@@ -70,6 +70,14 @@ class Watch:
         """One line for the person who watches."""
         self.console.print(text)
 
+    def loaded(self, done: int, total: int) -> None:
+        """How many of a model's parameters were read."""
+        now = time.monotonic()
+        self._last_line = self._last_line or now
+        if now - self._last_line > LINE_EVERY or done == total:
+            self._last_line = now
+            self.say(f"Read {done:,} of {total:,} parameters.")
+
     def step(self, metrics: dict[str, Any]) -> None:
         """Show and keep the metrics of a step that is done."""
         self.display.update(metrics)

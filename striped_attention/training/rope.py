@@ -1,0 +1,120 @@
+"""Rope: what --rope-scaling says, and how long the sequences may be that rotary positions are made for.
+
+    linear:4                          every frequency is divided by 4
+    llama3:8                          Llama 3.1's: slow ones are divided, fast ones are not
+    yarn:8                            the same with another ramp, and scores are a little larger
+    yarn:factor=8,original=8192       the length that the model first learned on, said in full
+    none                              no scaling
+
+More names: low and high for llama3 (default 1 and 4), beta_slow and beta_fast (1 and 32) and attention_factor for yarn.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from striped_attention.errors import UsageError
+from striped_attention.models.llama import ModelConfig
+from striped_attention.models.rotary import STRETCHES, Stretch
+from striped_attention.options import parse_length
+
+NONE = "none"
+# What each kind may say besides factor and original, as a field of `Stretch`.
+NAMES: dict[str, dict[str, str]] = {
+    "linear": {},
+    "llama3": {"low": "slow", "high": "fast"},
+    "yarn": {"beta_slow": "slow", "beta_fast": "fast", "attention_factor": "amplitude"},
+}
+DEFAULTS: dict[str, dict[str, float]] = {
+    "linear": {},
+    "llama3": {"slow": 1.0, "fast": 4.0},
+    "yarn": {"slow": 1.0, "fast": 32.0},
+}
+FORM = "--rope-scaling is written like linear:4, yarn:8, llama3:8,original=8192 or none"
+
+
+def parse_scaling(text: str) -> dict[str, Any] | None:
+    """What --rope-scaling asks for, as fields of a `Stretch`; None takes a scaling away."""
+    if text == NONE:
+        return None
+    kind, _, rest = text.partition(":")
+    if kind not in STRETCHES or not rest:
+        raise UsageError(f"{FORM}; got {text!r}.")
+    said = _named(kind, rest, text)
+    if "factor" not in said:
+        raise UsageError(f"--rope-scaling {text} must say a factor, like {kind}:4.")
+    original = _length(said.pop("original"), text) if "original" in said else None
+    numbers = {name: _number(name, value, text) for name, value in said.items()}
+    factor = numbers.pop("factor")
+    if factor < 1:
+        raise UsageError(f"--rope-scaling {text}: the factor must be at least 1; got {factor:g}.")
+    fields = DEFAULTS[kind] | {NAMES[kind][name]: value for name, value in numbers.items()}
+    if fields and not fields["slow"] < fields["fast"]:
+        slow, fast = list(NAMES[kind])[:2]
+        raise UsageError(
+            f"--rope-scaling {text}: {slow} must be less than {fast}; got {fields['slow']:g} and {fields['fast']:g}."
+        )
+    return {"kind": kind, "factor": factor, "original_length": original, **fields}
+
+
+def _named(kind: str, rest: str, text: str) -> dict[str, str]:
+    """The names and values of a scaling; a value alone in the first place is the factor."""
+    said: dict[str, str] = {}
+    known = ("factor", "original", *NAMES[kind])
+    for i, part in enumerate(rest.split(",")):
+        name, equals, value = part.strip().partition("=")
+        if not equals and i == 0:
+            name, value = "factor", name
+        if name not in known or name in said or not value:
+            raise UsageError(
+                f"--rope-scaling {text}: {kind} takes {', '.join(known)}, each once; got {part.strip()!r}."
+            )
+        said[name] = value
+    return said
+
+
+def _number(name: str, value: str, text: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not (number > 0 and math.isfinite(number)):
+        raise UsageError(f"--rope-scaling {text}: {name} must be a number above 0; got {value!r}.")
+    return number
+
+
+def _length(value: str, text: str) -> int:
+    try:
+        return parse_length(value)
+    except UsageError as error:
+        raise UsageError(f"--rope-scaling {text}: original must be a length like 8192 or 8k; got {value!r}.") from error
+
+
+def scaled(model: ModelConfig, text: str, original: int | None) -> ModelConfig:
+    """A model with the scaling that `text` asks for. `original` is the model's length before any scaling, if known."""
+    asked = parse_scaling(text)
+    if asked is None:
+        return dataclasses.replace(model, stretch=None)
+    asked["original_length"] = asked["original_length"] or original
+    if asked["original_length"] is None and asked["kind"] != "linear":
+        raise UsageError(
+            f"--rope-scaling {text} needs the length that the model learned on before any scaling, which is not known "
+            f"here. Say it, like {text},original=8192."
+        )
+    return dataclasses.replace(model, stretch=Stretch(**asked))
+
+
+def reach(stretch: Stretch | None) -> int | None:
+    """The longest sequence that a scaling is made for; None if that is not known."""
+    if stretch is None or stretch.original_length is None:
+        return None
+    return round(stretch.factor * stretch.original_length)
+
+
+def describe(model: ModelConfig) -> str:
+    """A model's rotary positions, in words."""
+    text, stretch = f"rope theta {model.rope_theta:,.10g}", model.stretch
+    if stretch is None:
+        return f"{text}, no rope scaling"
+    original = "" if stretch.original_length is None else f" of {stretch.original_length:,} positions"
+    return f"{text}, rope scaling {stretch.kind} × {stretch.factor:g}{original}"
