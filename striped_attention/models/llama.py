@@ -7,8 +7,13 @@ layout order, and a shard of every weight. A layer is three things:
     a = attention(q, k, v)       the ring                                the only place where positions meet
     x = after(x, a)              projection, norm, SwiGLU                a stage
 
-Because of the chunks nothing of size slots × ffn or slots × vocabulary ever exists, forward or backward. Layers are
-stacked and scanned. What is kept of a layer for the backward pass is its input and the attention's result.
+Because of the chunks nothing of size slots × ffn or slots × vocabulary needs to exist, forward or backward. Layers are
+stacked and scanned. What is kept of a layer for the backward pass, besides its input, is a choice (`REMAT`):
+
+    none        the result of every matrix product, and attention's: nothing is multiplied twice
+    qkv         attention's result and its inputs
+    attention   attention's result
+    full        nothing
 """
 
 import dataclasses
@@ -20,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -27,12 +33,15 @@ from striped_attention.attention import attention_shard
 from striped_attention.core.layout import Layout
 from striped_attention.core.mask import Mask, sliding_window
 from striped_attention.models.rotary import Stretch, rotary, rotate
-from striped_attention.models.stages import AXES, stage
+from striped_attention.models.stages import AXES, stage, stage_sum
 from striped_attention.strategies.ring import SAVED
 from striped_attention.strategies.strategy import AUTO, Strategy
 
 Weights = dict[str, Any]
 
+REMAT = ("none", "qkv", "attention", "full")  # from the most memory and the least work to the opposite
+PRODUCT = "matrix_product"  # what carries this name is kept by "none"
+SCORES = 2**28  # of the vocabulary, in float32 and at a time: 1 GiB, enough for a device to be busy
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -168,6 +177,10 @@ class Compute:
     deterministic: bool = False
     strategy: str | Strategy = AUTO
 
+    def loss_chunk(self, vocabulary: int) -> int:
+        """Tokens whose scores exist at a time."""
+        return loss_chunk(self.chunk, vocabulary)
+
     @property
     def padded_length(self) -> int:
         return self.layout.padded_length(self.length, self.devices)
@@ -206,6 +219,11 @@ def init(config: ModelConfig, key: Array) -> Weights:
     return jax.tree.unflatten(structure, weights)
 
 
+def loss_chunk(chunk: int, vocabulary: int) -> int:
+    """Tokens whose scores exist at a time, where stages take `chunk`."""
+    return min(chunk, max(1024, SCORES // vocabulary))
+
+
 def token_losses(
     config: ModelConfig,
     compute: Compute,
@@ -217,7 +235,47 @@ def token_losses(
     attend: Callable[..., Array] | None = None,
 ) -> Float[Array, "batch slots"]:
     """Minus the log-probability of every target, for this device's slots. `attend` replaces the ring, in tests."""
-    run = functools.partial(stage, chunk=compute.chunk, dtype=compute.dtype)
+    x = last_layer(config, compute, weights, specs, tokens, mask, attend)
+    last, last_specs = ({name: tree[name] for name in config.last} for tree in (weights, specs))
+    chunk = compute.loss_chunk(config.vocabulary)
+    return stage(functools.partial(losses, config), last, last_specs, x, targets, chunk=chunk, dtype=compute.dtype)
+
+
+def weighted_loss(
+    config: ModelConfig,
+    compute: Compute,
+    weights: Weights,
+    specs: Weights,
+    tokens: Int[Array, "batch slots"],
+    targets: Int[Array, "batch slots"],
+    loss_weights: Float[Array, "batch slots"],
+    mask: Mask,
+    attend: Callable[..., Array] | None = None,
+) -> Float[Array, ""]:
+    """The sum of `token_losses` times `loss_weights`. Its gradient needs no scores a second time."""
+
+    def weighted(last: Weights, x: Array, constants: tuple[Array, Array]) -> Array:
+        targets, loss_weights = constants
+        return jnp.sum(losses(config, last, x, targets) * loss_weights)
+
+    x = last_layer(config, compute, weights, specs, tokens, mask, attend)
+    last, last_specs = ({name: tree[name] for name in config.last} for tree in (weights, specs))
+    chunk = compute.loss_chunk(config.vocabulary)
+    return stage_sum(weighted, last, last_specs, x, (targets, loss_weights), chunk=chunk, dtype=compute.dtype)
+
+
+def last_layer(
+    config: ModelConfig,
+    compute: Compute,
+    weights: Weights,
+    specs: Weights,
+    tokens: Int[Array, "batch slots"],
+    mask: Mask,
+    attend: Callable[..., Array] | None = None,
+) -> Float[Array, "batch slots dim"]:
+    """The last layer's result, for this device's slots."""
+    keep = PRODUCT if compute.remat == "none" else None
+    run = functools.partial(stage, chunk=compute.chunk, dtype=compute.dtype, keep=keep)
     positions = jnp.broadcast_to(compute.positions(), tokens.shape)
     mask = mask if config.window is None else mask & sliding_window(config.window)
 
@@ -232,8 +290,7 @@ def token_losses(
     embed = functools.partial(stage, chunk=tokens.shape[1], dtype=compute.dtype)  # in one go: its gradient is a table
     x = embed(lookup, weights["embedding"], specs["embedding"], (), tokens)
     x, _ = lax.scan(_remat(layer, compute.remat), x, weights["layers"])
-    last = {name: weights[name] for name in config.last}
-    return run(functools.partial(losses, config), last, {name: specs[name] for name in last}, x, targets)
+    return x
 
 
 def split_layer(weights: Weights) -> tuple[Weights, Weights]:
@@ -242,8 +299,8 @@ def split_layer(weights: Weights) -> tuple[Weights, Weights]:
 
 
 def _remat(layer: Any, kind: str) -> Any:
-    """What is kept of a layer's forward pass: "attention" keeps the ring's result, "full" nothing, "none" all."""
-    if kind == "none":
+    """The layer with what is kept of its forward pass. Without a checkpoint attention keeps its inputs as well."""
+    if kind in ("none", "qkv"):
         return layer
     names = SAVED if kind == "attention" else ()
     return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names), prevent_cse=False)
@@ -297,7 +354,7 @@ def _precision(dtype: Any) -> lax.Precision | None:
 
 
 def _project(form: str, x: Array, weight: Array) -> Array:
-    return jnp.einsum(form, x, weight, precision=_precision(x.dtype))
+    return checkpoint_name(jnp.einsum(form, x, weight, precision=_precision(x.dtype)), PRODUCT)
 
 
 @jax.custom_vjp

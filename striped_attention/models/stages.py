@@ -8,6 +8,9 @@ The position-wise parts of a model run as *stages*: a stage gathers its weights 
 works through its inputs chunk by chunk, and lets everything go but the result. Its backward pass gathers them again,
 recomputes one chunk at a time, adds up the weights' gradients in float32 and hands every device its part of the sum.
 So a device never holds more than one stage's weights nor the inner activations of more than one chunk.
+
+Where memory allows, a stage keeps the results of its matrix products instead and works on all slots at once. The loss
+is a stage of its own kind, `stage_sum`: its gradient is computed along with it, so its scores exist once.
 """
 
 import dataclasses
@@ -20,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array
+from jaxtyping import Array, Float
 
 P = PartitionSpec
 
@@ -84,18 +87,48 @@ def check_devices(sizes: dict[str, int], devices: int) -> None:
 
 
 def stage(
-    function: Callable[..., Any], weights: Any, specs: Any, x: Any, constants: Any, *, chunk: int, dtype: Any
+    function: Callable[..., Any],
+    weights: Any,
+    specs: Any,
+    x: Any,
+    constants: Any,
+    *,
+    chunk: int,
+    dtype: Any,
+    keep: str | None = None,
 ) -> Any:
     """`function(weights, x, constants)` on chunks of the slots, with weights gathered from their shards.
 
     x (differentiated) and constants (not) are pytrees of arrays [batch, slots, ...], and so is the result. `specs` says
-    how the weights are sharded.
+    how the weights are sharded. With `keep`, all slots are one chunk, and arrays that carry this name
+    (`checkpoint_name`) are kept for the backward pass instead of computed again.
     """
+    inner, leaves, dims = _on_leaves(function, weights, specs)
+    if keep is None:
+        return _stage(inner, dims, chunk, dtype, leaves, x, constants)
+    kinds = tuple(leaf.dtype for leaf in leaves)
+    policy = jax.checkpoint_policies.save_only_these_names(keep)
+    whole = lambda leaves, x: inner(_gathered(dims, dtype, kinds, leaves), x, constants)  # noqa: E731
+    return jax.checkpoint(whole, policy=policy, prevent_cse=False)(leaves, x)
+
+
+def stage_sum(
+    function: Callable[..., Any], weights: Any, specs: Any, x: Any, constants: Any, *, chunk: int, dtype: Any
+) -> Float[Array, ""]:
+    """The sum over all chunks of `function(weights, x, constants)`, a number for each, with its gradient.
+
+    The gradient is computed in the forward pass, chunk by chunk, so nothing is computed twice.
+    """
+    inner, leaves, dims = _on_leaves(function, weights, specs)
+    return _stage_sum(inner, dims, chunk, dtype, leaves, x, constants)
+
+
+def _on_leaves(function: Callable[..., Any], weights: Any, specs: Any) -> tuple[Callable[..., Any], Any, Any]:
+    """The function of weights as a tuple, these, and the dimension in which each is split."""
     leaves, structure = jax.tree.flatten(weights)
     dims = tuple(map(_split_dimension, jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))))
     whole = functools.partial(jax.tree.unflatten, structure)
-    inner = lambda leaves, x, constants: function(whole(leaves), x, constants)  # noqa: E731
-    return _stage(inner, dims, chunk, dtype, tuple(leaves), x, constants)
+    return lambda leaves, x, constants: function(whole(leaves), x, constants), tuple(leaves), dims
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
@@ -127,6 +160,39 @@ def _stage_backward(function: Any, dims: Any, chunk: int, dtype: Any, residuals:
 
 
 _stage.defvjp(_stage_forward, _stage_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _stage_sum(function: Any, dims: Any, chunk: int, dtype: Any, shards: Any, x: Any, constants: Any) -> Array:
+    weights = _gather(shards, dims, dtype)
+    parts = lax.map(lambda part: function(weights, *part), _Chunks((x, constants), chunk).split((x, constants)))
+    return jnp.sum(parts)
+
+
+def _stage_sum_forward(function: Any, dims: Any, chunk: int, dtype: Any, shards: Any, x: Any, constants: Any) -> Any:
+    weights = _gather(shards, dims, dtype)
+    chunks = _Chunks((x, constants), chunk)
+
+    def step(total: Any, part: Any) -> Any:
+        x, constants = part
+        value, (dweights, dx) = jax.value_and_grad(function, argnums=(0, 1))(weights, x, constants)
+        return jax.tree.map(lambda a, b: a + b.astype(a.dtype), total, (value, dweights)), dx
+
+    kinds = (jnp.float32, tuple(shard.dtype for shard in shards))
+    parts = chunks.split((x, constants))
+    shapes = jax.eval_shape(function, weights, *jax.tree.map(lambda part: part[0], parts))
+    varying = jax.tree.leaves(x)[0]
+    nothing = jax.tree.map(lambda like, kind: jnp.zeros_like(varying, kind, like.shape), (shapes, weights), kinds)
+    (total, dweights), dx = lax.scan(step, nothing, parts)
+    return total, (dweights, chunks.join(dx))
+
+
+def _stage_sum_backward(function: Any, dims: Any, chunk: int, dtype: Any, gradients: Any, dtotal: Any) -> Any:
+    dweights, dx = jax.tree.map(lambda g: (g * dtotal).astype(g.dtype), gradients)
+    return _scatter(dweights, dims), dx, None
+
+
+_stage_sum.defvjp(_stage_sum_forward, _stage_sum_backward)
 
 
 class _Chunks:
@@ -165,6 +231,19 @@ def _gather(shards: tuple[Array, ...], dims: tuple[int | None, ...], dtype: Any)
         return lax.all_gather(shard.astype(dtype), AXES.everything, axis=dim, tiled=True)
 
     return tuple(map(one, shards, dims))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gathered(dims: Any, dtype: Any, kinds: Any, shards: Any) -> Any:
+    """`_gather`, whose derivative adds up in the dtypes of the shards."""
+    return _gather(shards, dims, dtype)
+
+
+def _gathered_backward(dims: Any, dtype: Any, kinds: Any, _: Any, dweights: Any) -> Any:
+    return (_scatter(tuple(g.astype(kind) for g, kind in zip(dweights, kinds, strict=True)), dims),)
+
+
+_gathered.defvjp(lambda dims, dtype, kinds, shards: (_gather(shards, dims, dtype), None), _gathered_backward)
 
 
 def _scatter(total: tuple[Array, ...], dims: tuple[int | None, ...]) -> tuple[Array, ...]:

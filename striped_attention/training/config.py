@@ -59,6 +59,9 @@ class TrainConfig:
     """Tokens of one sequence. Any number: what the devices cannot share equally is padded and never seen."""
     batch: int = 1
     """Sequences a step, over all devices."""
+    accumulate: int = 1
+    """Parts of a batch that are worked on one after the other, for larger batches than fit at once. The update is that
+    of the whole batch."""
     mesh: Text = None
     """Devices per axis, like data=2,sequence=4: sequences of a batch over data, tokens of a sequence over sequence.
     Default: every device on sequence."""
@@ -167,7 +170,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_shared(self)
         at_least = dict.fromkeys(("sequence_length", "batch", "steps", "checkpoint_every", "keep", "chunk", "tile"), 1)
-        at_least |= dict.fromkeys(("validate_every", "validation_sequences"), 1)
+        at_least |= dict.fromkeys(("accumulate", "validate_every", "validation_sequences"), 1)
         check_at_least(self, at_least | dict.fromkeys(("learning_rate", "weight_decay"), 0))
         if self.warmup is not None and not 0 <= self.warmup < self.steps:
             raise UsageError(f"--warmup must be at least 0 and less than the {self.steps} steps; got {self.warmup}.")

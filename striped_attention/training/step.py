@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import striped_attention as sa
 from striped_attention.core.mask import Mask
 from striped_attention.data import Batch
-from striped_attention.models.llama import Compute, ModelConfig, init, token_losses
+from striped_attention.models.llama import Compute, ModelConfig, init, weighted_loss
 from striped_attention.models.stages import AXES
 from striped_attention.runtime.compiler import compiler_options
 from striped_attention.training.config import TrainConfig
@@ -181,17 +181,19 @@ class Program:
         mask_specs = jax.tree.map(lambda _: tokens, inputs.mask)
         specs = Inputs(tokens, tokens, tokens, mask_specs, PartitionSpec(AXES.everything))
 
-        def shard(weights: Any, inputs: Inputs) -> Any:
+        def part(weights: Any, inputs: Inputs) -> Any:
             def total(weights: Any) -> Any:
-                losses = token_losses(
+                return weighted_loss(
                     *(self.model, self.compute, weights, self.specs),
-                    *(inputs.tokens, inputs.targets, inputs.mask, self.attend),
+                    *(inputs.tokens, inputs.targets, inputs.weights, inputs.mask, self.attend),
                 )
-                return jnp.sum(losses * inputs.weights)
 
-            loss, gradients = jax.value_and_grad(total)(weights)
+            return jax.value_and_grad(total)(weights)
+
+        def shard(weights: Any, inputs: Inputs) -> Any:
+            loss, gradients = _accumulated(part, self.config.accumulate, weights, inputs)
             loss, targets, stop = lax.psum((loss, jnp.sum(inputs.weights), inputs.stop[0]), AXES.everything)
-            share = 1 / jnp.maximum(targets, 1)
+            share = jnp.where(targets > 0, 1 / targets, 0)
             return loss * share, stop, jax.tree.map(lambda g: g * share, gradients)
 
         out = (REPLICATED, REPLICATED, self.specs)
@@ -246,3 +248,17 @@ class Program:
 
     def _sharding(self, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(self.mesh, spec)
+
+
+def _accumulated(function: Any, parts: int, weights: Any, inputs: Inputs) -> Any:
+    """The sum of `function(weights, inputs)`, a pytree like (number, weights), over so many parts of the batch."""
+    if parts == 1:
+        return function(weights, inputs)
+    arrays = inputs._replace(stop=())
+    split = jax.tree.map(lambda x: x.reshape(parts, x.shape[0] // parts, *x.shape[1:]), arrays)
+    nothing = (jnp.zeros_like(inputs.weights, shape=()), jax.tree.map(jnp.zeros_like, weights))
+
+    def add(total: Any, part: Any) -> Any:
+        return jax.tree.map(jnp.add, total, function(weights, part)), None
+
+    return lax.scan(add, nothing, split)[0]
