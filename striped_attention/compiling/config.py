@@ -46,10 +46,12 @@ class CompileConfig:
     """The same bits in every run, as in `striped train`."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """What the model computes in."""
-    remat: Literal["attention", "full", "none"] = "attention"
-    """What is kept of attention for the backward pass, as in `striped train`."""
-    chunk: int = 1024
-    """Tokens that the feed-forward layers and the loss take at a time, on each device."""
+    memory: float = 0.9
+    """The part of each device's memory that a run may use, as in `striped train`."""
+    remat: Literal["auto", "none", "qkv", "attention", "full"] = "auto"
+    """What a layer keeps for the backward pass, as in `striped train`."""
+    chunk: Whole = None
+    """Tokens that the feed-forward layers and the loss take at a time. Default: as in `striped train`."""
     output: Path = None
     """Where all of it goes as JSON. Default: nowhere."""
 

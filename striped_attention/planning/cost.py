@@ -15,7 +15,7 @@ from striped_attention.core.layout import Layout
 from striped_attention.core.mask import Mask
 from striped_attention.kernels.choice import KERNELS
 from striped_attention.kernels.contract import make_request
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.llama import ModelConfig, loss_chunk
 from striped_attention.strategies.messages import FLOAT32, Messages
 from striped_attention.strategies.strategy import Strategy
 from striped_attention.strategies.workload import adapted, messages_of
@@ -36,7 +36,9 @@ class Job(Protocol):
     @property
     def remat(self) -> str: ...
     @property
-    def chunk(self) -> int: ...
+    def chunk(self) -> int | None: ...
+    @property
+    def accumulate(self) -> int: ...
     @property
     def kernel(self) -> str: ...
 
@@ -92,13 +94,14 @@ def estimate(config: Job, mesh: dict[str, int]) -> Cost:
     specs = model.specs(devices)
     sizes = _sizes(model)
     shards = {name: size // devices if _is_split(specs, name) else size for name, size in sizes.items()}
-    tokens = config.batch // mesh["data"] * padded // sequence
+    sequences = config.batch // mesh["data"] // config.accumulate  # at a time
+    tokens = sequences * padded // sequence
     width = 2 if config.dtype == "bfloat16" else FLOAT32
     pairs = config.batch * causal_pairs(config.sequence_length)
     attention = attention_flops(model, pairs)
     matrices = matrix_flops(model, config.batch * config.sequence_length)
     query, key = (
-        jax.ShapeDtypeStruct((config.batch // mesh["data"], padded // sequence, heads, model.head_dim), config.dtype)
+        jax.ShapeDtypeStruct((sequences, padded // sequence, heads, model.head_dim), config.dtype)
         for heads in (model.heads, model.kv_heads)
     )
     plain = make_request(
@@ -131,7 +134,21 @@ def estimate(config: Job, mesh: dict[str, int]) -> Cost:
 def _attention_share(config: Job, attention: int, matrices: int) -> float:
     """Of the work done, recomputation included: a tile's scores once more backward, 8 FLOPs a weight elsewhere."""
     done = attention * (4.5 if config.remat == "full" else 3.5) / 3
-    return done / (done + matrices * 8 / 6)
+    return done / (done + matrices * matrix_work(config.model, config.remat))
+
+
+def matrix_work(model: ModelConfig, remat: str) -> float:
+    """FLOPs of matrix products that are done over those that are useful.
+
+    Forward is a third of the useful ones. Without products kept, layers are computed twice, and what makes queries, keys
+    and values three times where these are not kept.
+    """
+    if remat == "none":
+        return 1.0
+    layer = {name: size for name, size in _sizes(model).items() if name not in _OUTER}
+    first, layers = sum(layer[name] for name in ("query", "key", "value")), sum(layer.values())
+    again = layers if remat == "qkv" else layers + first
+    return 1 + again / (layers + model.vocabulary * model.dim) / 3
 
 
 def _memory(
@@ -143,21 +160,26 @@ def _memory(
     full_out = config.kernel not in KERNELS or KERNELS[config.kernel].FULL_OUT
     lost = 1 if width < FLOAT32 and full_out else 0
     kept_result = queries * width * (1 + lost) + tokens * model.heads * FLOAT32
-    kept = {"attention": kept_result, "full": 0, "none": kept_result + (queries + 2 * keys) * width}[config.remat]
+    inputs = (queries + 2 * keys) * width
+    products = (tokens * (model.dim + 2 * model.ffn) + (queries + keys) * model.head_norms) * width
+    kept = {"full": 0, "attention": kept_result, "qkv": kept_result + inputs}
+    kept["none"] = kept["qkv"] + products
     stages = [
         sum(layer[name] for name in ("query", "key", "value")),
         sum(layer[name] for name in ("output", "gate", "up", "down")),
         sizes["embedding"],  # the unembedding is as large
     ]
-    chunk = min(config.chunk, tokens)
+    chunk = min(config.chunk or tokens, tokens)
+    scores = min(loss_chunk(chunk, model.vocabulary), tokens) * model.vocabulary
+    chunk = tokens if config.remat == "none" else chunk
     return {
         "weights": shard * FLOAT32,
         "optimiser": 2 * shard * FLOAT32,
-        "gradients": shard * FLOAT32,
-        "kept for the backward pass": model.layers * (tokens * model.dim * width + kept),
+        "gradients": shard * FLOAT32 * (2 if config.accumulate > 1 else 1),
+        "kept for the backward pass": model.layers * (tokens * model.dim * width + kept[config.remat]),
         "gathered weights and their gradient": max(stages) * (width + FLOAT32),
         "attention and its ring": messages.memory + 2 * tokens * model.dim * width,  # and x and its gradient
-        "one chunk": chunk * max(3 * model.ffn * (width + FLOAT32), 2 * model.vocabulary * FLOAT32),
+        "one chunk": max(chunk * 3 * model.ffn * (width + FLOAT32), scores * 2 * FLOAT32),
     }
 
 
@@ -165,16 +187,16 @@ def _wire(
     config: Job, sizes: dict[str, int], specs: Any, devices: int, width: int, messages: Messages
 ) -> dict[str, int]:
     """Bytes that a device sends in a step."""
-    layers = config.model.layers
-    gathered = sum(size for name, size in sizes.items() if _is_split(specs, name)) * (devices - 1) // devices
+    layers, parts = config.model.layers, config.accumulate
+    gathered = parts * sum(size for name, size in sizes.items() if _is_split(specs, name)) * (devices - 1) // devices
     # Forward, backward for the gradients, and once more where the forward pass is made again.
-    times = 2 if config.remat == "none" else 3
-    traded = {"tokens for heads": times * layers * messages.trade} if messages.trade else {}
+    times = 3 if config.remat in ("attention", "full") else 2
+    traded = {"tokens for heads": times * parts * layers * messages.trade} if messages.trade else {}
     return {
         **traded,
-        "keys and values, forward": layers * messages.forward,
-        "keys and values, backward": layers * messages.forward,
-        "their gradients": layers * messages.forward // width * FLOAT32,
+        "keys and values, forward": parts * layers * messages.forward,
+        "keys and values, backward": parts * layers * messages.forward,
+        "their gradients": parts * layers * messages.forward // width * FLOAT32,
         "weights, gathered twice": 2 * gathered * width,
         "weights' gradients": gathered * FLOAT32,
     }

@@ -18,8 +18,9 @@ from striped_attention.core.layout import BASELINE, Layout, check_whole
 from striped_attention.core.layout import candidates as candidate_layouts
 from striped_attention.core.mask import Mask, causal
 from striped_attention.kernels import choice as kernels
-from striped_attention.models.llama import PRESETS, ModelConfig
-from striped_attention.planning.cost import attention_flops, estimate, gigabytes, matrix_flops
+from striped_attention.models.llama import PRESETS, REMAT, ModelConfig
+from striped_attention.planning import budget
+from striped_attention.planning.cost import attention_flops, estimate, gigabytes, matrix_flops, matrix_work
 from striped_attention.planning.setting import Setting
 from striped_attention.runtime.hardware import HARDWARE, Hardware
 from striped_attention.strategies.choice import Assessment, TileCount
@@ -31,8 +32,9 @@ from striped_attention.strategies.workload import Workload
 SAME = 0.02  # a difference that a plan cannot see
 MOST_DEVICES = 8192
 # Useful FLOPs of everything but attention as a part of the peak, recomputation and all that is not a product taken into
-# account; fitted to benchmarks/results/gpu_step_*.json.
+# account; fitted to benchmarks/results/gpu_step_*.json, whose steps keep attention's result (MEASURED_REMAT).
 MATRIX_EFFICIENCY = 0.439
+MEASURED_REMAT = "attention"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,7 +51,7 @@ class Choice(Assessment):
     @property
     def fits(self) -> bool:
         """Whether a device's memory suffices."""
-        return sum(self.memory.values()) <= self.setting.hardware.usable
+        return sum(self.memory.values()) <= self.setting.budget
 
     @property
     def tokens_per_second(self) -> float:
@@ -106,6 +108,8 @@ def plan(
     strategies: Sequence[str | Strategy] | None = None,
     batch: int = 1,
     kernel: str = "auto",
+    remat: str = "auto",
+    memory: float = 0.9,
 ) -> Plan:
     """How long a training step takes on `devices`, by layout and by strategy, and which ones to choose.
 
@@ -118,12 +122,19 @@ def plan(
         and among those that a fast interconnect joins. For each the best of the layouts is kept.
       batch: sequences of a step, each of them spread over all devices.
       kernel: `auto` is the fastest that can do what a layout needs.
+      remat: what is kept for the backward pass: none (nothing is computed twice), qkv, attention or full (everything
+        is). `auto` keeps as much as fits.
+      memory: the part of a device's memory that a step may use.
     """
     devices, length, batch = check_whole("devices", devices), check_whole("length", length), check_whole("batch", batch)
     mask = causal() if mask is None else mask
     _check(devices, length, mask, batch, kernel)
+    if remat not in (AUTO, *REMAT):
+        raise ValueError(f"remat must be one of {', '.join((AUTO, *REMAT))}; got {remat!r}.")
+    if not 0 < memory <= 1:
+        raise ValueError(f"memory must be above 0 and at most 1, a part of a device's memory; got {memory}.")
     shape, device = _named("model", PRESETS, ModelConfig, model), _named("hardware", HARDWARE, Hardware, hardware)
-    setting = Setting(devices, length, mask, device, shape, batch, kernel)
+    setting = Setting(devices, length, mask, device, shape, batch, kernel, remat=remat, memory=memory)
     layouts = candidate_layouts(length, devices) if layouts is None else list(dict.fromkeys([BASELINE, *layouts]))
     if not all(isinstance(layout, Layout) for layout in layouts):
         raise ValueError(f"layouts must be a list of layouts, as sa.striped(256) makes them; got {layouts!r}.")
@@ -193,19 +204,23 @@ def _check(devices: int, length: int, mask: Any, batch: int, kernel: str) -> Non
 
 
 def _choice(setting: Setting, pairs: int, count: TileCount) -> Choice:
+    mesh = {"data": 1, "sequence": setting.devices}
+    setting = budget.within(setting, mesh, setting.budget)
     try:
         attention = assess_attention(setting.workload, count)
     except NotImplementedError as error:
         raise ValueError(f"With {setting.layout!r}: {error}") from error
     setting = dataclasses.replace(setting, kernel=attention.kernel, strategy=attention.strategy)
     devices, model = setting.devices, setting.model
-    cost = estimate(setting, {"data": 1, "sequence": devices})
+    cost = estimate(setting, mesh)
     products = matrix_flops(model, setting.batch * setting.sequence_length)
     weights = sum(size for what, size in cost.wire.items() if what.startswith("weights"))
     workload = attention.workload
     messages, wire = workload.messages, workload.wire_of(devices)
-    outside = max(products / devices / (MATRIX_EFFICIENCY * setting.hardware.peak), weights / wire)
-    seconds = model.layers * attention.attention_seconds + outside
+    work = matrix_work(model, setting.remat) / matrix_work(model, MEASURED_REMAT)
+    outside = max(work * products / devices / (MATRIX_EFFICIENCY * setting.hardware.peak), weights / wire)
+    again = attention.forward_seconds if setting.remat == "full" else 0.0
+    seconds = model.layers * (attention.attention_seconds + again) + outside
     return Choice(
         **vars(attention),
         setting=setting,
@@ -265,14 +280,14 @@ def _reason(choices: tuple[Choice, ...], base: Choice, bound: float) -> str:
 
 def _shortfall(best: Choice) -> str | None:
     """A sentence if the best layout does not fit into memory, with a number of devices on which it would; else None."""
-    setting, usable = best.setting, best.setting.hardware.usable
+    setting, usable = best.setting, best.setting.budget
     need = sum(best.memory.values())
     if need <= usable:
         return None
     sequences = "a sequence" if setting.batch == 1 else f"{setting.batch} sequences"
     missing = (
         f"A step with {sequences} of {setting.sequence_length:,} tokens on {setting.devices} devices needs "
-        f"{gigabytes(need)} each, and of {setting.hardware.name} JAX can use {gigabytes(int(usable))}."
+        f"{gigabytes(need)} each, and of {setting.hardware.name} a step may use {gigabytes(int(usable))}."
     )
     for doublings in range(1, 12):
         enough = setting.devices * 2**doublings

@@ -8,6 +8,7 @@ from striped_attention.core.layout import BASELINE, Layout
 from striped_attention.core.mask import Mask
 from striped_attention.kernels.contract import make_request
 from striped_attention.models.llama import ModelConfig
+from striped_attention.planning.budget import AUTO
 from striped_attention.runtime.hardware import Hardware
 from striped_attention.strategies.strategy import RING, Strategy
 from striped_attention.strategies.workload import Workload, adapted
@@ -25,11 +26,22 @@ class Setting:
     batch: int = 1
     kernel: str = "auto"
     layout: Layout = BASELINE
-    remat: str = "attention"
-    chunk: int = 8192
+    remat: str = AUTO
+    chunk: int | None = None
+    memory: float = 0.9  # the part of a device's memory that a step may use
     strategy: Strategy = RING
     deterministic: bool = False
     precision: str | None = None  # a dtype; by default the usual one of the platform
+
+    @property
+    def accumulate(self) -> int:
+        """Plans are of batches that are worked on at once."""
+        return 1
+
+    @property
+    def budget(self) -> float:
+        """Bytes of a device that a step may use."""
+        return self.memory * self.hardware.memory
 
     @property
     def dtype(self) -> str:
@@ -66,4 +78,4 @@ class Setting:
             here=False,
         )
         strategy = adapted(self.strategy, plain)
-        return Workload(plain, self.mask, hardware, strategy, self.kernel, again=self.remat != "none")
+        return Workload(plain, self.mask, hardware, strategy, self.kernel, again=self.remat in ("attention", "full"))

@@ -119,10 +119,14 @@ class TrainConfig:
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """What the model computes in. Weights, their gradients' sums and the optimiser's state are float32 always."""
-    remat: Literal["attention", "full", "none"] = "attention"
-    """What is kept of attention for the backward pass: its result, nothing, or its inputs as well (most memory)."""
-    chunk: int = 1024
-    """Tokens that the feed-forward layers and the loss take at a time, on each device."""
+    memory: float = 0.9
+    """The part of each device's memory that a run may use. --remat and --chunk follow from it."""
+    remat: Literal["auto", "none", "qkv", "attention", "full"] = "auto"
+    """What a layer keeps for the backward pass instead of computing it again: none recomputes no matrix product, qkv
+    keeps attention's result and inputs, attention its result, full nothing. auto: as much as fits into --memory."""
+    chunk: Whole = None
+    """Tokens that the feed-forward layers and the loss take at a time, on each device. Default: as many as fit into
+    --memory."""
     kernel: str = "auto"
     """Attention kernel: xla runs everywhere, pallas_tpu on TPUs, cudnn on NVIDIA GPUs for text without documents; auto
     takes the fastest that can."""
@@ -174,6 +178,8 @@ class TrainConfig:
         check_at_least(self, at_least | dict.fromkeys(("learning_rate", "weight_decay"), 0))
         if self.warmup is not None and not 0 <= self.warmup < self.steps:
             raise UsageError(f"--warmup must be at least 0 and less than the {self.steps} steps; got {self.warmup}.")
+        if not 0 < self.memory <= 1:
+            raise UsageError(f"--memory must be above 0 and at most 1, a part of a device's memory; got {self.memory}.")
         if not self.clip > 0:  # NaN is not
             raise UsageError(f"--clip must be above 0; got {self.clip}. For no clipping choose a large number.")
         for option in ("validate_every", "validation_sequences"):
