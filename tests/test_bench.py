@@ -74,7 +74,7 @@ def test_options_that_a_suite_cannot_use_get_one_clear_line(suite, options, mess
 def test_a_suite_measures_what_was_asked_and_else_its_own():
     assert BenchConfig("gpu").options["members"] == (2, 4, 8, 16)
     assert BenchConfig("gpu").options["strategies"] == ("ring",)
-    own = dict(chunk=8192, kernels=("cudnn",), strategies=("ring",), text="whole")
+    own = dict(chunk="auto", kernels=("cudnn",), strategies=("ring",), text="whole")
     assert BenchConfig("step").options == dict(presets=("1b",), members=(8,), lengths=(65_536, 262_144), **own)
     asked = BenchConfig("step", members=(4, 16), presets=("7b", "llama3-8b"), lengths=(32_768,))
     assert asked.options == dict(presets=("7b", "llama3-8b"), members=(4, 16), lengths=(32_768,), **own)
@@ -338,8 +338,8 @@ def test_the_step_without_attention_keeps_all_products_of_weights(monkeypatch):
     run = lowered.compile()
     text = run.as_text()
     assert "collective-permute" not in text
-    layer, again, loss = 3 * 7, 3 + 3, 4  # forward and two backward; q, k, v and output, gate, up; one of them again
-    assert text.count(" dot(") >= layer + again + loss
+    layer, loss = 3 * 7, 3  # forward and two backward; on a roomy device none is computed again
+    assert text.count(" dot(") >= layer + loss
     _, _, gradients = run(weights, inputs)
     assert all(np.abs(gradients["layers"][name]).max() > 0 for name in ("query", "key", "value", "output"))
 

@@ -17,7 +17,7 @@ from striped_attention.kernels import cudnn, xla
 from striped_attention.models.llama import PRESETS, ModelConfig
 from striped_attention.options import parse_mask
 from striped_attention.planning.cost import matrix_flops
-from striped_attention.planning.plan import MATRIX_EFFICIENCY, MOST_DEVICES
+from striped_attention.planning.plan import MATRIX_EFFICIENCY, MEASURED_REMAT, MOST_DEVICES
 from striped_attention.planning.work import count_tile_rows, count_tiles
 from striped_attention.runtime.hardware import HARDWARE
 from striped_attention.strategies.hops import needed_hops
@@ -168,7 +168,8 @@ def _steps():
 def test_training_steps_on_gpus_take_as_long_as_planned():
     for row in _steps():
         layout = LAYOUTS[row["layout"]]
-        found = sa.plan(row["members"], row["length"], hardware=H200, model=row["preset"], layouts=[layout])
+        job = dict(model=row["preset"], layouts=[layout], remat=MEASURED_REMAT)
+        found = sa.plan(row["members"], row["length"], hardware=H200, **job)
         (choice,) = (choice for choice in found.choices if choice.layout == layout)
         assert choice.kernel == "cudnn"
         assert choice.step_seconds == pytest.approx(row["seconds"], rel=0.06), (row["preset"], row["length"])
@@ -273,7 +274,7 @@ def test_steps_that_nobody_needs_are_left_out():
 def test_a_text_that_does_not_fit_says_what_would():
     found = sa.plan(8, 4_194_304, hardware="a100")
     assert not found.fits(found.best)
-    assert "JAX can use 60.00 GB" in found.shortfall
+    assert "of a100 a step may use 72.00 GB" in found.shortfall
     enough = int(found.shortfall.split("On ")[1].split()[0])
     assert sa.plan(enough, 4_194_304, hardware="a100", layouts=[]).shortfall is None
     assert "8 sequences" in sa.plan(8, 2**20, hardware="a100", batch=8).shortfall

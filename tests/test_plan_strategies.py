@@ -17,6 +17,7 @@ from striped_attention.kernels import xla
 from striped_attention.kernels.tiles import tile_spans
 from striped_attention.options import parse_length
 from striped_attention.planning.work import count_tiles
+from striped_attention.runtime.hardware import HARDWARE
 from striped_attention.runtime.schedule import traffic
 from striped_attention.strategies.choice import _gathered
 from striped_attention.strategies.messages import Messages
@@ -151,12 +152,13 @@ def test_a_plan_for_the_kernel_hopper():
 
 def test_a_job_fits_if_some_strategy_does():
     """Keys that travel round a ring take more memory than those of heads that are shared out, if there are many."""
-    job = dict(model="7b", strategies=["heads"], layouts=[sa.striped(1)])
-    found = sa.plan(8, 65_536, hardware="h200", **job)
+    job = dict(model="7b", strategies=["heads"], layouts=[sa.striped(1)], memory=1.0)
+    hardware = HARDWARE["h200"]
+    found = sa.plan(8, 65_536, hardware=dataclasses.replace(hardware, memory=1e6), **job)  # as frugal as can be
     by_heads = sorted(found.strategies, key=lambda one: one.strategy.heads)
     ring, heads = (sum(choice.memory.values()) for choice in by_heads)
     assert heads < ring
-    between = dataclasses.replace(found.setting.hardware, memory=(ring + heads) / 2 / 0.75)
+    between = dataclasses.replace(hardware, memory=(ring + heads) / 2)
     tight = sa.plan(8, 65_536, hardware=between, **job)
     assert tight.shortfall is None
     assert tight.fastest.strategy == sa.strategy(heads=8)

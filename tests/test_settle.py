@@ -97,6 +97,7 @@ def test_costs_are_of_what_runs_under_a_window(monkeypatch):
     """Gathered keys become hops to the next device."""
     monkeypatch.setitem(PRESETS, RUN.preset, dataclasses.replace(PRESETS[RUN.preset], window=1024))
     run = dataclasses.replace(RUN, layout="contiguous", strategy="gather")
+    run = dataclasses.replace(run, remat="attention")
     costs = [estimate(dataclasses.replace(run, strategy=s), {"data": 1, "sequence": 8}) for s in ("gather", "ring")]
     assert costs[0] == costs[1]
     assert costs[0].hops == 1

@@ -176,7 +176,7 @@ def test_the_backward_pass_does_not_run_attention_forward_again():
     assert ring_again(remat("full")[1].as_text()), "otherwise the test could not fail"
 
 
-@pytest.mark.parametrize("kind", ["full", "none"])
+@pytest.mark.parametrize("kind", ["full", "qkv", "none"])
 def test_remat_changes_no_number(kind):
     run, _ = remat("attention")
     weights = run.fresh_state().weights
@@ -185,10 +185,55 @@ def test_remat_changes_no_number(kind):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradients, truth)
 
 
+def products(remat):
+    """Matrix products in the program for loss and gradients, attention left out; each stands in a layer's loop once."""
+
+    def count(jaxpr):
+        inner = (
+            x for eqn in jaxpr.eqns for value in eqn.params.values() for x in jax.tree.leaves(value, is_leaf=is_jaxpr)
+        )
+        below = sum(count(getattr(x, "jaxpr", x)) for x in inner if is_jaxpr(x))
+        return below + sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns)
+
+    is_jaxpr = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")  # noqa: E731
+    attend = lambda q, k, v, mask: q + jnp.repeat(k + v, 2, axis=2)  # noqa: E731
+    run = program((1, 2), attend, remat=remat)
+    return count(jax.make_jaxpr(run.loss_and_gradients)(run.state.weights, run.inputs).jaxpr)
+
+
+def test_remat_none_multiplies_nothing_twice():
+    """A layer has 7 matrices and the loss one: each makes 1 product forward and 2 backward."""
+    assert products("none") == 3 * (7 + 1)
+    assert products("qkv") == 3 * (7 + 1) + 7
+    assert products("attention") == 3 * (7 + 1) + 7 + 3
+
+
+@pytest.mark.parametrize(("parts", "mesh", "options"), [(2, (1, 2), {}), (4, (1, 1), {}), (2, (2, 1), {"stripe": 8})])
+def test_an_accumulated_batch_is_one_large_batch(parts, mesh, options):
+    """Also where its parts have different numbers of targets, as documents make them."""
+    whole, split = (program(mesh, batch=4, accumulate=n, **options) for n in (1, parts))
+    batch = inputs(whole)
+    batch = batch._replace(weights=batch.weights.at[0].set(0.0).at[1, :40].set(0.5))
+    weights = whole.fresh_state().weights
+    (loss, _, gradients), (expected, _, truth) = (
+        jax.jit(run.loss_and_gradients)(weights, batch) for run in (split, whole)
+    )
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradients, truth)
+
+
+def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient():
+    run = program((1, 2))
+    batch = inputs(run)
+    loss, _, gradients = remat("attention")[1](run.fresh_state().weights, batch._replace(weights=0 * batch.weights))
+    assert float(loss) == 0
+    assert all(not np.any(g) for g in jax.tree.leaves(jax.device_get(gradients)))
+
+
 @functools.cache
 def long(length, devices):
     """A step of one long sequence, over a ring."""
-    options = dict(chunk=64, ffn=200, vocabulary=300, strategy="ring")
+    options = dict(chunk=64, ffn=200, vocabulary=300, strategy="ring", remat="attention")
     run = program((1, devices), sequence_length=length, batch=1, **options)
     return run, run.compiled
 
@@ -211,7 +256,8 @@ def test_peak_memory_grows_with_length_over_devices():
 def test_the_dry_runs_memory_is_that_of_the_compiled_step():
     """Where activations matter and where weights do."""
     wide = program((1, 2), sequence_length=256, batch=1, dim=256, ffn=1024, kv_heads=4, chunk=64)
-    for run, step in (long(8192, 2), (wide, wide.compiled)):
+    tall = program((1, 2), sequence_length=8192, batch=1, ffn=200, vocabulary=300, strategy="ring", remat="none")
+    for run, step in (long(8192, 2), (wide, wide.compiled), (tall, tall.compiled)):
         stats = step.memory_analysis()
         compiled = stats.argument_size_in_bytes + stats.temp_size_in_bytes
         said = estimate(run.config, {"data": 1, "sequence": 2}).total_memory

@@ -67,6 +67,11 @@ class PlanConfig:
     all devices, and among those of a node or pod, and double rings of nodes."""
     kernel: str = "auto"
     """xla, cudnn, hopper, pallas_tpu, or auto: the fastest that can do what a layout needs."""
+    remat: str = "auto"
+    """What a layer keeps for the backward pass, as in `striped train`: none, qkv, attention, full, or auto: as much as
+    fits into --memory."""
+    memory: float = 0.9
+    """The part of each device's memory that a step may use."""
     output: Path = None
     """Where all of it goes as JSON, for `striped report`. Default: nowhere."""
 
@@ -112,6 +117,8 @@ def run(config: PlanConfig) -> None:
             strategies=config.make_strategies(),
             batch=config.batch,
             kernel=config.kernel,
+            remat=config.remat,
+            memory=config.memory,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -148,6 +155,8 @@ def show(found: Plan, config: PlanConfig) -> list[Any]:
         f"With {best.layout!r} the busiest device computes {most:,.2f} TFLOP for a layer's attention, forward and "
         f"backward. A hop of keys and values is {gigabytes(best.workload.messages.hop)}, on a wire of "
         f"{best.workload.wire / 1e9:g} GB/s.",
+        f"With --memory {setting.memory:g}, layers keep --remat {best.setting.remat} for the backward pass, and their "
+        f"stages take {best.setting.chunk or 0:,} tokens at a time.",
         f"Memory of a device: {gigabytes(sum(best.memory.values()))}. "
         + ", ".join(f"{what} {gigabytes(size)}" for what, size in best.memory.items())
         + ".",
@@ -274,6 +283,7 @@ def document(found: Plan, config: PlanConfig) -> dict[str, Any]:
                 **{"over_contiguous": found.speedup(choice), "waiting": choice.waiting, "hidden": choice.hidden},
                 **{"step_seconds": choice.step_seconds, "tokens_per_second": choice.tokens_per_second},
                 **{"mfu": choice.mfu, "memory": choice.memory, "tiles": choice.tiles.tolist() if small else None},
+                **{"remat": choice.setting.remat, "chunk": choice.setting.chunk},
                 "flops": choice.flops.tolist() if small else None,
                 "timelines": [_record(line) for line in choice.timelines()] if small else None,
             }
@@ -285,6 +295,7 @@ def document(found: Plan, config: PlanConfig) -> dict[str, Any]:
                 **{"forward_seconds": choice.forward_seconds, "backward_seconds": choice.backward_seconds},
                 **{"step_seconds": choice.step_seconds, "tokens_per_second": choice.tokens_per_second},
                 **{"mfu": choice.mfu, "memory": choice.memory, "attention_bytes": choice.attention_bytes},
+                **{"remat": choice.setting.remat, "chunk": choice.setting.chunk},
             }
             for choice in found.strategies
         ],

@@ -7,7 +7,7 @@ from striped_attention.training.config import TrainConfig
 def run(config: TrainConfig) -> int:
     """Train; also what each of several local processes runs."""
     from striped_attention import data
-    from striped_attention.training import dry_run, launch, settle, start, trainer
+    from striped_attention.training import dry_run, launch, memory, settle, start, trainer
 
     def train() -> int:
         if config.dry_run:
@@ -18,6 +18,7 @@ def run(config: TrainConfig) -> int:
             return 0
         if config.local_processes is not None:
             return launch.start_local(config, run)
+        memory.reserve(config.memory)
         launch.connect(config)
         trainer.train(config)
         return 0

@@ -110,6 +110,8 @@ def _facts(program: Program, best: Compiled) -> dict[str, Any]:
     return {
         "layout": repr(program.compute.layout),
         "strategy": program.config.strategy,
+        "remat": program.config.remat,
+        "chunk": program.config.chunk,
         "kernel": best.kernel,
         "parameters": program.model.parameters,
         "estimated_memory": estimate(program.config, sizes).total_memory,
@@ -215,7 +217,8 @@ def _show(config: CompileConfig, record: dict[str, Any], best: Compiled) -> list
     lines: list[Any] = [
         f"[bold]{config.preset}[/], {record['parameters']:,} parameters, {batch}{best.length:,} tokens on "
         f"{record['devices']} × {record['device']} ({config.topology}), {record['layout']}, "
-        f"strategy {record['strategy']}, kernel {record['kernel']}"
+        f"strategy {record['strategy']}, kernel {record['kernel']}, remat {record['remat']}, chunks of "
+        f"{record['chunk']:,} tokens"
     ]
     if not best.fits:
         return [*lines, f"[red]It does not fit{_of_memory(best)}.[/] `--longest` finds what does."]

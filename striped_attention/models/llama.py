@@ -43,6 +43,7 @@ REMAT = ("none", "qkv", "attention", "full")  # from the most memory and the lea
 PRODUCT = "matrix_product"  # what carries this name is kept by "none"
 SCORES = 2**28  # of the vocabulary, in float32 and at a time: 1 GiB, enough for a device to be busy
 
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """The shape of a model. LLaMA's: RMSNorm before each half of a layer, rotary positions, SwiGLU.

@@ -188,7 +188,7 @@ def _stage_sum_forward(function: Any, dims: Any, chunk: int, dtype: Any, shards:
 
 
 def _stage_sum_backward(function: Any, dims: Any, chunk: int, dtype: Any, gradients: Any, dtotal: Any) -> Any:
-    dweights, dx = jax.tree.map(lambda g: (g * dtotal).astype(g.dtype), gradients)
+    dweights, dx = jax.tree.map(lambda g: (g.astype(dtotal.dtype) * dtotal).astype(g.dtype), gradients)
     return _scatter(dweights, dims), dx, None
 
 

@@ -1,8 +1,8 @@
 """Budget: what a step keeps for its backward pass, and how many tokens its stages take at a time.
 
-The more a step keeps, the less it computes twice, and the larger its chunks, the busier a device is. So the choice is the
-first of `options` whose estimated memory is within a budget: from "keep everything" on a roomy device to the frugal plan
-that fits the longest sequences.
+The more a step keeps, the less it computes twice, and the larger its chunks, the busier a device is. So the choice is
+the first of `options` whose estimated memory is within a budget: from "keep everything" on a roomy device to the frugal
+plan that fits the longest sequences.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def within(job: AnyJob, mesh: dict[str, int], budget: float) -> AnyJob:
 def frugal(job: AnyJob, asked: AnyJob, mesh: dict[str, int]) -> AnyJob | None:
     """What `asked` comes to with the next options that need less memory than `job` is estimated to; None if none do."""
     needs = estimate(job, mesh).total_memory
-    least = within(asked, mesh, needs - 1)
+    least = within(asked, mesh, needs - 1.0)
     return least if estimate(least, mesh).total_memory < needs else None
 
 

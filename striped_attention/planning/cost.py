@@ -86,7 +86,10 @@ class Cost:
 
 
 def estimate(config: Job, mesh: dict[str, int]) -> Cost:
-    """What a step of this run needs on a mesh with these sizes; text without documents, the most work."""
+    """What a step of this run needs on a mesh with these sizes; text without documents, the most work.
+
+    Its `remat` must be settled (`budget.within`); without a chunk, stages take all tokens at once.
+    """
     model, sequence = config.model, mesh["sequence"]
     devices = math.prod(mesh.values())
     layout = config.make_layout(sequence)
@@ -140,8 +143,8 @@ def _attention_share(config: Job, attention: int, matrices: int) -> float:
 def matrix_work(model: ModelConfig, remat: str) -> float:
     """FLOPs of matrix products that are done over those that are useful.
 
-    Forward is a third of the useful ones. Without products kept, layers are computed twice, and what makes queries, keys
-    and values three times where these are not kept.
+    Forward is a third of the useful ones. Without products kept, layers are computed twice, and what makes queries,
+    keys and values three times where these are not kept.
     """
     if remat == "none":
         return 1.0

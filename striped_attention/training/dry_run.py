@@ -22,6 +22,11 @@ def show(config: TrainConfig, mesh: dict[str, int], start: Sequence[str] = ()) -
     )
     if cost.padded_length != config.sequence_length:
         console.print(f"Padded to {cost.padded_length:,} slots a sequence.")
+    what = {"none": "every matrix product", "qkv": "attention's result and inputs", "attention": "attention's result"}
+    console.print(
+        f"A layer keeps {what.get(config.remat, 'nothing')} for the backward pass (remat {config.remat}), and its "
+        f"stages take {config.chunk:,} tokens at a time."
+    )
     console.print(_memory(cost))
     console.print(_work(cost))
     if cost.replicated:

@@ -94,6 +94,7 @@ class Program:
     def compute(self) -> Compute:
         config, devices = self.config, self.mesh.shape[AXES.sequence]
         tile = None if config.tile is None else (config.tile, config.tile)
+        assert config.chunk is not None, "settled"
         return Compute(
             layout=config.make_layout(devices, self.documents, self.platform),
             devices=devices,
@@ -183,10 +184,9 @@ class Program:
 
         def part(weights: Any, inputs: Inputs) -> Any:
             def total(weights: Any) -> Any:
-                return weighted_loss(
-                    *(self.model, self.compute, weights, self.specs),
-                    *(inputs.tokens, inputs.targets, inputs.weights, inputs.mask, self.attend),
-                )
+                of_model = (self.model, self.compute, weights, self.specs)
+                of_batch = (inputs.tokens, inputs.targets, inputs.weights, inputs.mask)
+                return weighted_loss(*of_model, *of_batch, self.attend)
 
             return jax.value_and_grad(total)(weights)
 

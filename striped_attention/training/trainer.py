@@ -19,7 +19,7 @@ from striped_attention.models.stages import AXES, check_devices, parse_mesh
 from striped_attention.planning.cost import attention_flops, estimate, gigabytes, matrix_flops
 from striped_attention.runtime.hardware import memory_in_use, peak_flops
 from striped_attention.runtime.mesh import make_mesh
-from striped_attention.training import arrays, folder, start
+from striped_attention.training import arrays, folder, memory, start
 from striped_attention.training.checkpoint import Checkpoints, Place
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.settle import settle
@@ -42,7 +42,8 @@ def train(config: TrainConfig) -> State:
     corpus = data.load(config.data, config.tokenizer_for(config.data), config.end_token, config.model.vocabulary)
     data.read(corpus, 0, range(1), config.sequence_length, config.seed)
     documents = corpus.end is not None
-    config = settle(config, sizes, documents, jax.default_backend(), jax.local_devices()[0].device_kind)
+    asked_for, room = config, memory.available(config)
+    config = settle(config, sizes, documents, jax.default_backend(), jax.local_devices()[0].device_kind, room)
     config.make_strategy(sizes[AXES.sequence])  # refuses what cannot be
     kernel = choose(config, sizes, documents, jax.default_backend())
     program = Program(config, make_mesh(sizes), documents=documents)
@@ -63,13 +64,15 @@ def train(config: TrainConfig) -> State:
                 state = checkpoints.restore(place.step, program.state)
             elif begin.source is not None:
                 state = program.start_state(arrays.read_stacked(begin.source, program.mesh, watch.loaded))
+            watch.say("Compiling …")
+            program = memory.fitting(program, asked_for, room, watch.say)
             run = _Run(program, corpus, watch, place, validation)
             state = program.fresh_state() if state is None else state
             if config.resume:
                 watch.say(f"Going on from step {place.step}.")
             if checkpoints is not None and main:
                 checkpoints.clean()
-                folder.begin(checkpoints.folder, runs, config, sizes, place.step, begin.files)
+                folder.begin(checkpoints.folder, runs, program.config, sizes, place.step, begin.files)
                 watch.keep(checkpoints.folder)
             return run.loop(state, checkpoints, asked)
 
@@ -165,7 +168,8 @@ def describe(program: Program, corpus: data.Corpus, kernel: str) -> str:
     return (
         f"{config.model.parameters:,} parameters, {config.batch} × {config.sequence_length:,} tokens a step, "
         f"{compute.layout!r} on {program.mesh.size} {kind} device{'s' * (program.mesh.size > 1)} ({axes}), "
-        f"{config.dtype}, strategy {config.strategy}, kernel {kernel}; {corpus.source}, {len(corpus.tokens):,} tokens"
+        f"{config.dtype}, strategy {config.strategy}, kernel {kernel}, remat {config.remat}, chunks of "
+        f"{compute.chunk:,} tokens; {corpus.source}, {len(corpus.tokens):,} tokens"
     )
 
 
@@ -182,7 +186,6 @@ class _Run:
         self.profiling = self.profiled = False
         peak = peak_flops(program.mesh.devices.flat[0].device_kind)
         self.peak = None if peak is None else peak * program.mesh.size
-        watch.say("Compiling …")
         self.step = program.compiled
         if validation is not None:
             validation.compile()

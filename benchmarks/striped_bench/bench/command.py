@@ -86,7 +86,7 @@ class BenchConfig:
     debug; for decode debug, on a GPU llama3-8b."""
     chunk: Whole = None
     """step: tokens that the feed-forward layers and the loss take at a time; decode: of a prompt, in a prefill step.
-    Default: 8192, for GPUs like large matrices."""
+    Default: for step as training chooses by the GPU's memory, for decode 8192."""
     output: Path = None
     """Where the JSON goes. Default: a file named after the suite."""
     quick: bool = False
@@ -120,7 +120,8 @@ def _check(options: dict[str, Any], least: int) -> None:
     some = {"peers": SUITES["peers"]["peers"], "hardware": tuple(HARDWARE), "kernels": ("cudnn", "hopper", "xla")}
     heads = "written like 32:8, query heads : key heads, the first a multiple of the second"
     rules: dict[str, tuple[Callable[[Any], Any], str]] = {
-        **dict.fromkeys(("chunk", "rounds", "tiles", "batch"), (lambda size: size >= 1, "at least 1")),
+        **dict.fromkeys(("rounds", "tiles", "batch"), (lambda size: size >= 1, "at least 1")),
+        "chunk": (lambda size: size == "auto" or size >= 1, "at least 1"),
         "measured": (lambda length: length >= 1 and length % 16 == 0, "multiples of 16"),
         "heads": (
             lambda text: (n := re.fullmatch(r"([1-9]\d*):([1-9]\d*)", text)) and int(n[1]) % int(n[2]) == 0,

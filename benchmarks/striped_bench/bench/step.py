@@ -47,7 +47,7 @@ WEIGHT_TOLERANCE = 0.1  # of a weight's gradient: rounding makes 0.01, a wrong m
 
 
 def step(options: Options, result: Record) -> Progress:
-    result["configuration"] |= {"batch": 1, "dtype": "bfloat16", "remat": TrainConfig.remat}
+    result["configuration"] |= {"batch": 1, "dtype": "bfloat16"}
     result["checks"] = list(mock.results(check, **{name: options[name] for name in options if name != "chunk"}))
     result["gpu"] = result["checks"][0]["gpu"]
     result["steps"] = []
@@ -71,7 +71,7 @@ class Case(NamedTuple):
     preset: str
     length: int
     members: int
-    chunk: int
+    chunk: int | str  # or "auto", what training takes
     kernel: str
     devices: list[Any]
     strategies: Sequence[str] = ("ring",)
@@ -80,7 +80,8 @@ class Case(NamedTuple):
     def program(self, layout: str, rank: int, attend: Any = None, strategy: str = "ring") -> Program:
         """The training step with the first device as the member `rank`."""
         options: dict[str, Any] = dict(preset=self.preset, sequence_length=self.length, layout=layout)
-        config = TrainConfig(**options, chunk=self.chunk, kernel=self.kernel, strategy=strategy)
+        chunk = self.chunk if isinstance(self.chunk, int) else None
+        config = TrainConfig(**options, chunk=chunk, kernel=self.kernel, strategy=strategy)
         mesh = Mesh(np.roll(np.array(self.devices), rank).reshape(1, self.members), AXES.everything)
         return Program(config, mesh, attend, documents=self.text == "documents")
 
@@ -101,7 +102,7 @@ def without_attention(q: Any, k: Any, v: Any, mask: Any) -> Any:
     return q + jnp.repeat(k / 2 + v / 4, q.shape[2] // k.shape[2], axis=2)
 
 
-def measure(preset: str, length: int, members: int, chunk: int, kernel: str, **more: Any) -> Iterator[Row]:
+def measure(preset: str, length: int, members: int, chunk: int | str, kernel: str, **more: Any) -> Iterator[Row]:
     """The rows of a ring of GPUs."""
     case = Case(preset, length, members, chunk, kernel, jax.devices(), **more)
     return measure_case(case, mock.gpu()["memory_for_jax"])
@@ -122,6 +123,7 @@ def measure_case(case: Case, limit: int | None = None) -> Iterator[Row]:
         done.add(part)
         row: dict[str, Any] = {name: getattr(case, name) for name in RING}
         row |= {"strategy": strategy, "layout": repr(program.compute.layout), "rank": rank, "attention": attention}
+        row |= {"remat": program.config.remat, "chunk": program.config.chunk}
         found, same = None, (layout, strategy)
         try:
             if same not in real:

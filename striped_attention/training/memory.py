@@ -1,0 +1,72 @@
+"""Memory: what a run may use of its devices, and a program that stays within it.
+
+Estimates choose what a step keeps for its backward pass; the compiler has the last word. A program that needs more than
+there is makes room for the next one that keeps less.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from striped_attention.planning import budget
+from striped_attention.planning.cost import gigabytes
+from striped_attention.training.config import TrainConfig
+from striped_attention.training.step import Program
+
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+MEGABYTE = 2**20
+
+
+def reserve(share: float) -> None:
+    """Let JAX take so much of a GPU's memory, unless the environment says otherwise. Before any device is used."""
+    os.environ.setdefault(FRACTION, f"{share:.2f}")
+
+
+def available(config: TrainConfig) -> float:
+    """Bytes of a device that a step may use; of all processes the least, for all compile one program."""
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:  # CPUs share what the machine has
+        machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        mine = config.memory * machine / (jax.local_device_count() * (config.local_processes or 1))
+    elif device.platform == "gpu":
+        mine = float(stats["bytes_limit"])  # what `reserve` asked for
+    else:
+        mine = config.memory * stats["bytes_limit"]
+    if jax.process_count() == 1:
+        return mine
+    everybody = multihost_utils.process_allgather(np.array(mine // MEGABYTE, np.int32))
+    return float(everybody.min()) * MEGABYTE
+
+
+def needed(program: Program) -> int | None:
+    """Bytes of a device that the compiled step needs at its peak; None if the compiler says it is too much."""
+    try:
+        stats = program.compiled.memory_analysis()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None
+    kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return int(kept + stats.temp_size_in_bytes)
+
+
+def fitting(program: Program, asked: TrainConfig, room: float, say: Callable[[str], None]) -> Program:
+    """The program, compiled, or one that keeps less for the backward pass if it needs more than there is.
+
+    `asked` are the options before --remat and --chunk were settled. If nothing needs less, the program as it is.
+    """
+    sizes = {str(axis): size for axis, size in program.mesh.shape.items()}
+    while (need := needed(program)) is None or need > room:
+        asked = dataclasses.replace(asked, strategy=program.config.strategy)
+        less = budget.frugal(program.config, asked, sizes)
+        if less is None:
+            break
+        said = "too much" if need is None else f"{gigabytes(need)} of {gigabytes(int(room))}"
+        say(f"The compiled step needs {said} of memory per device: trying --remat {less.remat} --chunk {less.chunk} …")
+        program = dataclasses.replace(program, config=less)
+    return program

@@ -1,0 +1,127 @@
+"""What a step keeps for its backward pass, and how large its chunks are: as much as fits into a device's memory."""
+
+import dataclasses
+import itertools
+import os
+
+import jax
+import numpy as np
+import pytest
+
+import striped_attention as sa
+from striped_attention import cli
+from striped_attention.models.llama import REMAT
+from striped_attention.planning import budget
+from striped_attention.planning.cost import estimate, matrix_work
+from striped_attention.runtime.hardware import HARDWARE
+from striped_attention.training import memory
+from striped_attention.training.config import TrainConfig
+from striped_attention.training.settle import settle
+from striped_attention.training.step import Program
+
+RUN = TrainConfig(preset="1b", sequence_length=262_144, strategy="ring")
+MESH = {"data": 1, "sequence": 8}
+
+
+def test_options_go_from_the_fastest_to_the_most_frugal():
+    found = budget.options("auto", None, 32_768)
+    assert found[0] == ("none", 32_768)
+    assert found[-1] == ("full", 1024)
+    assert sorted(dict(found), key=REMAT.index) == list(dict(found)), "each kind after the one that keeps more"
+    assert ("attention", 1024) in found
+    assert ("qkv", 1024) not in found, "small chunks cost more than what qkv saves"
+    assert budget.options("full", None, 20_000)[:2] == [("full", 20_000), ("full", 16_384)]
+    assert budget.options("auto", 512, 20_000) == [(kind, 512) for kind in REMAT]
+    assert budget.options("attention", 512, 20_000) == [("attention", 512)]
+    assert budget.options("auto", None, 100) == [(kind, 100) for kind in REMAT]
+
+
+def test_what_needs_less_work_needs_more_memory():
+    model = RUN.model
+    kinds = [dataclasses.replace(RUN, remat=kind, chunk=32_768) for kind in REMAT]
+    needs = [estimate(kind, MESH).total_memory for kind in kinds]
+    work = [matrix_work(model, kind) for kind in REMAT]
+    assert all(a > b for a, b in itertools.pairwise(needs))
+    assert work[0] == 1
+    assert all(a <= b for a, b in itertools.pairwise(work))
+
+
+@pytest.mark.parametrize("gigabytes", [1, 12, 20, 40, 60, 200])
+def test_the_first_option_that_fits_is_taken(gigabytes):
+    found = budget.within(RUN, MESH, gigabytes * 1e9)
+    pairs = budget.options("auto", None, 32_768)
+    needs = {
+        pair: estimate(dataclasses.replace(RUN, remat=pair[0], chunk=pair[1]), MESH).total_memory for pair in pairs
+    }
+    fitting = [pair for pair in pairs if needs[pair] <= gigabytes * 1e9]
+    assert (found.remat, found.chunk) == (fitting[0] if fitting else pairs[-1])
+
+
+def test_a_roomy_gpu_keeps_everything_and_a_small_one_is_frugal():
+    one = TrainConfig(preset="1b", sequence_length=32_768, strategy="ring")
+    on = lambda run, kind, mesh: settle(run, mesh, False, "gpu", kind)  # noqa: E731
+    roomy = on(one, "NVIDIA H200", {"data": 1, "sequence": 1})
+    assert (roomy.remat, roomy.chunk) == ("none", 32_768)
+    long = dataclasses.replace(one, preset="7b", sequence_length=524_288)
+    tight = on(long, "NVIDIA H100", MESH)
+    assert tight.remat in ("attention", "full")
+    assert estimate(tight, MESH).total_memory <= 0.9 * HARDWARE["h100"].memory
+    half = settle(dataclasses.replace(one, memory=0.2), {"data": 1, "sequence": 1}, False, "gpu", "NVIDIA H200")
+    assert half.remat != "none"
+    assert settle(roomy, {"data": 1, "sequence": 1}, False, "gpu", "NVIDIA A100") == roomy, "what was said stays"
+
+
+def test_a_program_that_needs_more_than_estimated_makes_room_for_a_smaller_one():
+    options = dict(layers=4, dim=32, ffn=256, heads=4, kv_heads=2, vocabulary=40, dtype="float32", strategy="ring")
+    asked = TrainConfig(sequence_length=4096, **options)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(1, 2), ("data", "sequence"))
+    roomy = Program(asked, mesh)
+    assert roomy.config.remat == "none"
+    needs, said = float(memory.needed(roomy)), []
+    assert memory.fitting(roomy, asked, needs, said.append) is roomy
+    assert not said
+    smaller = memory.fitting(roomy, asked, 0.7 * needs, said.append)
+    assert memory.needed(smaller) <= 0.7 * needs
+    assert smaller.config.remat != "none"
+    assert "of memory per device: trying --remat" in said[0]
+    fixed = dataclasses.replace(asked, remat="none", chunk=2048)
+    assert memory.fitting(roomy, fixed, 1.0, said.append) is roomy, "nothing else was allowed"
+
+
+def test_jax_may_take_as_much_of_a_gpu_as_a_run_may_use(monkeypatch):
+    monkeypatch.delenv(memory.FRACTION, raising=False)
+    memory.reserve(0.9)
+    assert os.environ[memory.FRACTION] == "0.90"
+    memory.reserve(0.5)
+    assert os.environ[memory.FRACTION] == "0.90", "what the environment says counts"
+
+
+def test_the_dry_run_and_the_plan_say_what_was_chosen(capsys):
+    run = "--preset 1b --sequence-length 262144 --mesh sequence=8 --dry-run"
+    assert cli.main(["train", *run.split()]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "for the backward pass (remat " in said
+    assert "tokens at a time" in said
+    plan = sa.plan(8, 262_144, hardware="h200", model="1b")
+    assert plan.best.setting.remat in REMAT
+    assert plan.best.setting.chunk
+    frugal = sa.plan(8, 262_144, hardware="h200", model="1b", remat="full")
+    assert frugal.best.step_seconds > plan.best.step_seconds
+    assert sum(frugal.best.memory.values()) < sum(plan.best.memory.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--memory", "0"], "--memory must be above 0 and at most 1, a part of a device's memory; got 0.0."),
+        (["--memory", "1.5"], "--memory must be above 0 and at most 1"),
+        (["--accumulate", "0"], "--accumulate must be at least 1; got 0."),
+        (
+            ["--accumulate", "2"],
+            "--batch must be a multiple of the mesh's data axis, 1 times --accumulate, 2; got 1.",
+        ),
+    ],
+)
+def test_bad_input(options, message, capsys):
+    assert cli.main(["train", *options]) == 2
+    assert capsys.readouterr().err.startswith(f"striped: {message}")
