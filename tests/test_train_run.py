@@ -22,6 +22,7 @@ from striped_attention.planning.cost import estimate
 from striped_attention.training import dry_run, storage, trainer, watch
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.step import Program
+from striped_attention.training.settle import settle
 from striped_attention.training.trainer import mesh_sizes, train
 from tests.test_train_data import write_tokenizer
 from tests.test_weights_and_biases import Service
@@ -324,6 +325,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
             state, metrics = step(state, inputs)
             return state._replace(weights=jax.tree.map(lambda x: 1e30 * x, state.weights)), metrics
 
+        too_long.memory_analysis = step.memory_analysis
         vars(program)["compiled"] = too_long
         return program
 
@@ -486,7 +488,8 @@ def test_an_end_token_that_never_occurs_is_told_once(tmp_path, capsys):
 
 def test_a_dry_run_says_what_is_needed(capsys):
     asked = TrainConfig(preset="1b", sequence_length=262_144, mesh="sequence=8", strategy="ring", dry_run=True)
-    dry_run.show(asked, mesh_sizes(asked, None))
+    sizes = mesh_sizes(asked, None)
+    dry_run.show(settle(asked, sizes, documents=True), sizes)
     text = capsys.readouterr().out
     for part in (
         "1,244,227,584 parameters",
@@ -503,7 +506,8 @@ def test_a_dry_run_says_what_is_needed(capsys):
 
 def test_hop_bytes_count_key_heads_in_the_compute_dtype():
     cost = estimate(
-        TrainConfig(preset="llama3-8b", sequence_length=131_072, strategy="ring"), {"data": 1, "sequence": 8}
+        TrainConfig(preset="llama3-8b", sequence_length=131_072, strategy="ring", remat="attention"),
+        {"data": 1, "sequence": 8},
     )
     assert cost.hop_bytes == 2 * 16_384 * 8 * 128 * 2, "k and v, 8 heads of 128, bfloat16"
     assert cost.wire["keys and values, forward"] == 32 * 7 * cost.hop_bytes
@@ -512,7 +516,7 @@ def test_hop_bytes_count_key_heads_in_the_compute_dtype():
 
 
 def test_the_dry_run_keeps_less_for_a_kernel_that_needs_less():
-    config = TrainConfig(preset="1b", sequence_length=65_536, strategy="ring")
+    config = TrainConfig(preset="1b", sequence_length=65_536, strategy="ring", remat="attention")
     most, least = (
         estimate(dataclasses.replace(config, kernel=k), {"data": 1, "sequence": 8}) for k in ("auto", "cudnn")
     )
