@@ -21,8 +21,8 @@ from striped_attention.errors import Diverged, UsageError
 from striped_attention.planning.cost import estimate
 from striped_attention.training import dry_run, storage, trainer, watch
 from striped_attention.training.config import TrainConfig
-from striped_attention.training.step import Program
 from striped_attention.training.settle import settle
+from striped_attention.training.step import Program
 from striped_attention.training.trainer import mesh_sizes, train
 from tests.test_train_data import write_tokenizer
 from tests.test_weights_and_biases import Service
