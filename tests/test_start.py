@@ -252,6 +252,14 @@ def test_every_device_is_given_its_part_of_the_files_alone(tmp_path, monkeypatch
         np.testing.assert_array_equal(weights[name], expected[name, None])
 
 
+def test_two_processes_read_what_their_devices_hold(hub, tokens, tmp_path):
+    options = f"--data {tokens} --sequence-length 48 --steps 1 --learning-rate 0 --checkpoint-dir {tmp_path / 'run'}"
+    command("train", *options.split(), "--start-from", hub, "--local-processes", 2, "--cpu-devices", 1)
+    assert json.loads((tmp_path / "run" / "run.json").read_text())[0]["processes"] == 2
+    before, after = weights_of(hub), weights_of(export(tmp_path / "run", tmp_path / "out"))
+    assert {key: x.tobytes() for key, x in before.items()} == {key: x.tobytes() for key, x in after.items()}
+
+
 def test_every_kind_of_folder_gives_the_same_start(hub, tokens, tmp_path):
     """A Hugging Face model, what `striped import` made of it, and a run that has not changed it."""
     imported = tmp_path / "imported"

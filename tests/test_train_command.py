@@ -307,9 +307,11 @@ def test_help_names_every_stable_flag(capsys):
         assert f"--{flag}" in out
 
 
-def test_a_dry_run_starts_no_device():
-    arguments = shlex.split("--preset 1b --sequence-length 262144 --mesh sequence=8 --dry-run")
-    code, out, error = run(*arguments, JAX_PLATFORMS="no-such-platform")
+@pytest.mark.parametrize("model", ["a preset", "a run"])
+def test_a_dry_run_starts_no_device(model, alone):
+    arguments = shlex.split("--sequence-length 262144 --mesh sequence=8 --dry-run")
+    start_from = ("--start-from", alone) if model == "a run" else ("--preset", "1b")
+    code, out, error = run(*arguments, *start_from, JAX_PLATFORMS="no-such-platform")
     assert code == 0, error
     assert "parameters" in out
     assert "per device" in out

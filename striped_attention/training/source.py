@@ -13,8 +13,6 @@ import json
 import pathlib
 from typing import Any
 
-import orbax.checkpoint as ocp
-
 from striped_attention.data.corpus import TOKENS
 from striped_attention.errors import UsageError
 from striped_attention.huggingface import read_config
@@ -23,7 +21,6 @@ from striped_attention.huggingface.writing import GENERATION
 from striped_attention.models.llama import ModelConfig
 from striped_attention.training.checkpoint import FORMAT, first_line
 from striped_attention.training.folder import TOKENIZER
-from striped_attention.training.storage import open_steps
 
 WEIGHTS = "striped_attention weights 1"  # a checkpoint without an optimiser
 
@@ -140,20 +137,19 @@ def find(folder: pathlib.Path, flag: str = "--model") -> Source:
 
 
 def _find_checkpoint(folder: pathlib.Path) -> Source:
+    """The newest checkpoint. Its JSON is read without Orbax, which would start JAX's devices: a dry run has none."""
+    newest = max((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
+    step = int(newest.name)
     try:
-        with open_steps(folder, read_only=True) as manager:
-            step = manager.latest_step()
-            if step is None:
-                raise ValueError("no save was finished")
-            said = manager.restore(step, args=ocp.args.Composite(place=ocp.args.JsonRestore()))["place"]
-    except Exception as error:
+        said = json.loads((newest / "place" / "metadata").read_text())
+    except (OSError, ValueError) as error:
         raise UsageError(f"The checkpoint in {folder} cannot be read: {first_line(error)}.") from error
     if not isinstance(said, dict) or said.get("format") not in (FORMAT, WEIGHTS):
         raise UsageError(
-            f"{folder / str(step)} was not written by this version of `striped train` or `striped import` (its format "
+            f"{newest} was not written by this version of `striped train` or `striped import` (its format "
             f"is {said.get('format') if isinstance(said, dict) else None!r})."
         )
     try:
         return Source(folder, ModelConfig.from_json(said["model"]), step, said)
     except (LookupError, TypeError, ValueError) as error:
-        raise UsageError(f"{folder / str(step)} holds a model that this version does not know: {error}.") from error
+        raise UsageError(f"{newest} holds a model that this version does not know: {error}.") from error
