@@ -150,17 +150,19 @@ def _stretched(config: TrainConfig, source: Source) -> tuple[ModelConfig, int | 
 
 def _own_tokenizer(config: TrainConfig, source: Source) -> pathlib.Path | None:
     """The source's tokenizer, if there is one. Raises if there is none and text has to be turned into tokens."""
+    if config.tokenizer is not None:
+        return None
     try:
         own = source.tokenizer
     except NoTokenizer as error:
         paths = [config.data] if config.validation is None else [config.data, config.validation]
-        if config.tokenizer is None and not all(map(is_tokens, paths)):
+        if not all(map(is_tokens, paths)):
             raise UsageError(
                 f"--start-from {source.folder} has no {TOKENIZER}, so its tokens for text are not known. Give it with "
                 f"--tokenizer, or data as tokens."
             ) from error
         return None
-    if own is not None and config.tokenizer is None and not config.dry_run:
+    if own is not None and not config.dry_run:
         _check_tokenizer(own, source)
     return own
 
