@@ -170,8 +170,9 @@ def _memory(
     stages = [
         sum(layer[name] for name in ("query", "key", "value")),
         sum(layer[name] for name in ("output", "gate", "up", "down")),
-        sizes["embedding"],  # the unembedding is as large
     ]
+    # Of the vocabulary: gathered and a chunk's gradient; the sum of gradients, that scaled, and one in between.
+    vocabulary = sizes["embedding"] * (2 * width + 3 * FLOAT32)
     chunk = min(config.chunk or tokens, tokens)
     scores = min(loss_chunk(chunk, model.vocabulary), tokens) * model.vocabulary
     chunk = tokens if config.remat == "none" else chunk
@@ -180,7 +181,7 @@ def _memory(
         "optimiser": 2 * shard * FLOAT32,
         "gradients": shard * FLOAT32 * (2 if config.accumulate > 1 else 1),
         "kept for the backward pass": model.layers * (tokens * model.dim * width + kept[config.remat]),
-        "gathered weights and their gradient": max(stages) * (width + FLOAT32),
+        "gathered weights and their gradient": max(max(stages) * (width + FLOAT32), vocabulary),
         "attention and its ring": messages.memory + 2 * tokens * model.dim * width,  # and x and its gradient
         "one chunk": max(chunk * 3 * model.ffn * (width + FLOAT32), scores * 2 * FLOAT32),
     }
