@@ -12,6 +12,7 @@ LAYERS = (
     "striped_bench",
     "cli",
     "compiling",
+    "evaluation",
     "generation",
     "training",
     "data",

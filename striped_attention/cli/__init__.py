@@ -14,6 +14,7 @@ from striped_attention.cli.guard import guard
 _COMMANDS = {
     "train": ("striped_attention.cli.train", "TrainConfig"),
     "generate": ("striped_attention.cli.generate", "GenerateConfig"),
+    "evaluate": ("striped_attention.cli.evaluate", "EvaluateConfig"),
     "import": ("striped_attention.cli.convert", "ImportConfig"),
     "export": ("striped_attention.cli.convert", "ExportConfig"),
     "bench": ("striped_bench.bench.command", "BenchConfig"),

@@ -1,6 +1,7 @@
 """Text: prompts to tokens, and tokens to text as they come."""
 
 import codecs
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -16,8 +17,14 @@ from striped_attention.training.source import Source
 class Bytes:
     """Bytes are tokens, as `striped train` has it without a tokenizer."""
 
+    begin: tuple[int, ...] = ()
+
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def plain(self, text: str) -> list[int]:
+        """The same: bytes have no special tokens."""
+        return self.encode(text)
 
     def stream(self, prompt: list[int]) -> "ByteStream":
         return ByteStream()
@@ -31,6 +38,17 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text).ids
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """The special tokens that stand before every text."""
+        example = self._tokenizer.encode("a")
+        special = itertools.takewhile(lambda both: both[1], zip(example.ids, example.special_tokens_mask, strict=True))
+        return tuple(token for token, _ in special)
+
+    def plain(self, text: str) -> list[int]:
+        """The tokens of a piece of text, without special ones around it."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def stream(self, prompt: list[int]) -> "TokenStream":
         return TokenStream(self._tokenizer, prompt)

@@ -27,7 +27,9 @@ def held_out(program: Program) -> "HeldOut | None":
         data.whole_rows(corpus, config.sequence_length)
     except UsageError as error:
         raise UsageError(str(error).replace("--data", "--validation")) from error
-    own = dataclasses.replace(program, documents=corpus.end is not None)
+    # As much at a time as a step works on, which may be a part of a batch.
+    part = dataclasses.replace(config, batch=config.batch // config.accumulate, accumulate=1)
+    own = dataclasses.replace(program, config=part, documents=corpus.end is not None)
     return HeldOut(own, corpus, config.validation_sequences or SEQUENCES)
 
 

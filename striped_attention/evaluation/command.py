@@ -1,0 +1,148 @@
+"""Command: find the model, measure, show tables, write JSON."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import rich.console
+import rich.progress
+
+from striped_attention import data
+from striped_attention.errors import UsageError
+from striped_attention.evaluation import table
+from striped_attention.evaluation.config import EvaluateConfig
+from striped_attention.evaluation.forward import compile_answers, make_program, plain_config
+from striped_attention.evaluation.needle import Cell, Haystacks
+from striped_attention.generation import text
+from striped_attention.models.llama import Weights
+from striped_attention.runtime.mesh import make_mesh
+from striped_attention.runtime.record import metadata, write
+from striped_attention.training import arrays, trainer
+from striped_attention.training.config import is_tokens
+from striped_attention.training.source import Source, find
+from striped_attention.training.validation import HeldOut
+
+
+def evaluate(config: EvaluateConfig) -> None:
+    """`striped evaluate`. What can be refused is refused before weights are read."""
+    _check_output(config)
+    run = Run(config, find(config.model))
+    document = run.describe()
+    with _room(run.config):
+        weights = arrays.read_stacked(run.source, run.mesh)
+        if run.held_out is not None:
+            document["perplexity"] = run.perplexity(run.held_out, weights)
+        if run.haystacks is not None:
+            document["needle"] = run.needles(run.haystacks, weights)
+    if config.output is not None and jax.process_index() == 0:
+        write(document, config.output)
+        run.notes.print(f"{config.output}: striped report draws it.", soft_wrap=True)
+
+
+def _check_output(config: EvaluateConfig) -> None:
+    if config.output is None:
+        return
+    if not config.output.absolute().parent.is_dir():
+        raise UsageError(f"--output {config.output}: there is no folder {config.output.absolute().parent}.")
+    if config.output.is_dir():
+        raise UsageError(f"--output {config.output} is a folder. Give a file.")
+
+
+@contextlib.contextmanager
+def _room(config: EvaluateConfig) -> Iterator[None]:
+    """Say what to do when the devices' memory is too small."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UsageError(
+            f"The devices' memory is too small for {config.batch} × {config.sequence_length} tokens at a time. Use "
+            f"more devices, or a smaller --batch, --chunk, --sequence-length or --lengths."
+        ) from error
+
+
+class Run:
+    """A model and what it is measured on: held-out sequences, haystacks, or both. Weights are not read yet."""
+
+    def __init__(self, config: EvaluateConfig, source: Source) -> None:
+        length = config.sequence_length or source.length
+        self.source = source
+        self.mesh = make_mesh(trainer.mesh_sizes(plain_config(config, source.model, length), jax.device_count()))
+        quiet = jax.process_index() > 0
+        self.shown = rich.console.Console(quiet=quiet, highlight=False)
+        self.notes = rich.console.Console(quiet=quiet, highlight=False, stderr=True)
+        self.config = config = dataclasses.replace(config, sequence_length=length)
+        corpus = self._load()
+        data.whole_rows(corpus, length)
+        self.held_out, self.haystacks, self.lengths = None, None, config.lengths or ()
+        if config.only != "perplexity":
+            encoder, _ = text.load(source, config.tokenizer)
+            self.haystacks = Haystacks(config, corpus, encoder)
+            self.lengths = self.lengths or self.haystacks.lengths(length)
+            for haystack in self.lengths:
+                self.haystacks.sequence(haystack, 0, 0)  # refuses one without room
+        if config.only != "needle":
+            program = make_program(config, source.model, self.mesh, length, documents=corpus.end is not None)
+            self.held_out = HeldOut(program, corpus, config.sequences)
+
+    def _load(self) -> data.Corpus:
+        config, source = self.config, self.source
+        tokenizer = None if is_tokens(config.data) else config.tokenizer or source.tokenizer
+        return data.load(config.data, tokenizer, config.end_token, source.model.vocabulary)
+
+    def describe(self) -> dict[str, Any]:
+        """What was measured on what, for the JSON."""
+        device, source = self.mesh.devices.flat[0], self.source
+        return {
+            **metadata("evaluate", self.config.record(), ("orbax-checkpoint", "tokenizers")),
+            "devices": {"kind": device.device_kind, "mesh": dict(self.mesh.shape), "processes": jax.process_count()},
+            "model": {"parameters": source.model.parameters, "step": source.step, "length": source.length},
+        }
+
+    def perplexity(self, held_out: HeldOut, weights: Weights) -> dict[str, Any]:
+        """The loss by position: shown, and as JSON."""
+        with self._bar("perplexity", held_out.batches) as advance:
+            found = held_out.losses(weights, lambda done: advance(1))
+        self.shown.print(table.perplexity(found))
+        return {**found.as_json(), "perplexity": math.exp(found.loss), "sequences": held_out.sequences}
+
+    def needles(self, haystacks: Haystacks, weights: Weights) -> dict[str, Any]:
+        """Whether the model finds them, by length and depth: shown, and as JSON."""
+        config, cells = self.config, []
+        with self._bar("needles", len(self.lengths) * len(config.depths) * config.draws) as advance:
+            for length in self.lengths:
+                cells += self._of_length(haystacks, weights, length, advance)
+        self.shown.print(f"Needles found, of {config.draws} per cell, by depth and by tokens of the haystack:")
+        self.shown.print(table.needles(cells))
+        return {"cells": [dataclasses.asdict(cell) for cell in cells]}
+
+    def _of_length(self, haystacks: Haystacks, weights: Weights, length: int, advance: Any) -> list[Cell]:
+        config, program = self.config, make_program(self.config, self.source.model, self.mesh, length, False)
+        answers = compile_answers(program)
+        cases = [(length, depth, draw) for depth in config.depths for draw in range(config.draws)]
+        wrong, losses = [], []
+        for first in range(0, len(cases), config.batch):
+            some = cases[first : first + config.batch]
+            found = jax.device_get(answers(weights, program.place(haystacks.batch(some, program.rows))))
+            wrong += found.wrong[: len(some)].tolist()
+            losses += found.loss[: len(some)].tolist()
+            advance(len(some))
+        by_depth = zip(*(np.reshape(x, (-1, config.draws)) for x in (wrong, losses)), strict=True)
+        return [
+            Cell(length, depth, config.draws, int(np.sum(wrong == 0)), float(np.mean(losses)))
+            for depth, (wrong, losses) in zip(config.depths, by_depth, strict=True)
+        ]
+
+    @contextlib.contextmanager
+    def _bar(self, what: str, total: int) -> Iterator[Any]:
+        """A progress bar; what it gives is told how much more is done."""
+        columns = (rich.progress.TextColumn(what), rich.progress.BarColumn(), rich.progress.MofNCompleteColumn())
+        options: Any = {"console": self.notes, "transient": True, "disable": not self.notes.is_terminal}
+        with rich.progress.Progress(*columns, rich.progress.TimeRemainingColumn(), **options) as bar:
+            task = bar.add_task("", total=total)
+            yield lambda more: bar.advance(task, more)

@@ -1,0 +1,85 @@
+"""Forward: a model on a mesh, for sequences of one length, without an optimizer."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array
+
+from striped_attention.errors import UsageError
+from striped_attention.evaluation.config import EvaluateConfig
+from striped_attention.models.llama import ModelConfig, last_layer, logits
+from striped_attention.models.stages import AXES, stage
+from striped_attention.options import parse_asked
+from striped_attention.runtime.compiler import compiler_options
+from striped_attention.strategies.choice import choose_strategy
+from striped_attention.strategies.strategy import RING
+from striped_attention.training import trainer
+from striped_attention.training.config import TrainConfig
+from striped_attention.training.loss_by_position import input_specs
+from striped_attention.training.step import Inputs, Program
+
+
+def make_program(config: EvaluateConfig, model: ModelConfig, mesh: Mesh, length: int, documents: bool) -> Program:
+    """A program for sequences of `length` tokens. Raises UsageError for what cannot be, before anything is compiled."""
+    sizes, device = dict(mesh.shape), mesh.devices.flat[0]
+    run = plain_config(config, model, length)
+    devices, ring = sizes[AXES.sequence], dataclasses.replace(run, strategy=str(RING))
+    layout = ring.make_layout(devices, documents, device.platform)
+    request = ring.request(layout, devices, documents, device.platform, device.device_kind)
+    try:
+        strategy = choose_strategy(parse_asked(config.strategy), request, config.kernel, forward_only=True)
+    except ValueError as error:
+        raise UsageError(f"--strategy {config.strategy}: {error}") from error
+    run = dataclasses.replace(run, strategy=str(strategy))
+    trainer.choose(run, sizes, documents, device.platform)  # refuses kernels that cannot do it
+    return Program(run, mesh, documents=documents)
+
+
+def plain_config(config: EvaluateConfig, model: ModelConfig, length: int) -> TrainConfig:
+    """The options that training has too."""
+    names = ("batch", "mesh", "layout", "stripe", "strategy", "kernel", "dtype", "chunk", "cpu_devices")
+    shared = {name: getattr(config, name) for name in names}
+    return TrainConfig(shape=model, sequence_length=length, remat="full", **shared)
+
+
+class Answers(NamedTuple):
+    """Of every sequence of a batch: how many targets that count are not the likeliest token, and their loss."""
+
+    wrong: Any
+    loss: Any
+
+
+def answers(program: Program, weights: Any, inputs: Inputs) -> Answers:
+    """A forward pass over the whole mesh; to be compiled.
+
+    Greedy decoding gives exactly the targets if and only if each is the likeliest token after those before it.
+    """
+    model, compute = program.model, program.compute
+
+    def score(last: Any, x: Array, targets: Array) -> Answers:
+        scores = logits(model, last, x)
+        target = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
+        wrong = jnp.argmax(scores, axis=-1) != targets
+        return Answers(wrong.astype(jnp.int32), jax.nn.logsumexp(scores, axis=-1) - target)
+
+    def shard(weights: Any, inputs: Inputs) -> Answers:
+        x = last_layer(model, compute, weights, program.specs, inputs.tokens, inputs.mask, program.attend)
+        last, specs = ({name: tree[name] for name in model.last} for tree in (weights, program.specs))
+        found = stage(score, last, specs, x, inputs.targets, chunk=compute.chunk, dtype=compute.dtype)
+        total = lambda x: lax.psum(jnp.sum(jnp.where(inputs.weights > 0, x, 0), axis=1), AXES.sequence)  # noqa: E731
+        return jax.tree.map(total, found)
+
+    specs, rows = (program.specs, input_specs(inputs)), PartitionSpec(AXES.batch)
+    return jax.shard_map(shard, mesh=program.mesh, in_specs=specs, out_specs=Answers(rows, rows))(weights, inputs)
+
+
+def compile_answers(program: Program) -> Any:
+    """`compiled(weights, inputs) -> Answers`, which every process has whole."""
+    everywhere = jax.NamedSharding(program.mesh, PartitionSpec())
+    step = jax.jit(functools.partial(answers, program), out_shardings=everywhere)
+    return step.lower(program.state.weights, program.inputs).compile(compiler_options=compiler_options())

@@ -1,0 +1,49 @@
+"""Table: what was measured, for a terminal."""
+
+import math
+from collections.abc import Sequence
+
+import rich.box
+import rich.table
+import rich.text
+
+from striped_attention.evaluation.needle import Cell
+from striped_attention.training.loss_by_position import Losses
+
+
+def perplexity(found: Losses) -> rich.table.Table:
+    """A line for every range of positions, and one for all."""
+    table = rich.table.Table(
+        "context (tokens)", "tokens", "loss", "perplexity", box=rich.box.SIMPLE_HEAD, pad_edge=False
+    )
+    for column in table.columns:
+        column.justify = "right"
+    for r in found.ranges:
+        table.add_row(f"{r.first:,}–{r.last:,}", f"{r.tokens:,}", f"{r.loss:.4f}", f"{math.exp(r.loss):,.2f}")
+    table.add_section()
+    table.add_row("all", f"{found.tokens:,}", f"{found.loss:.4f}", f"{math.exp(found.loss):,.2f}")
+    return table
+
+
+def needles(cells: Sequence[Cell]) -> rich.table.Table:
+    """Length × depth: the share of needles that were found."""
+    lengths, depths = (list(dict.fromkeys(getattr(cell, name) for cell in cells)) for name in ("length", "depth"))
+    by_place = {(cell.length, cell.depth): cell for cell in cells}
+    table = rich.table.Table(
+        *("depth", *(f"{length:,}" for length in lengths)),
+        box=rich.box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for column in table.columns:
+        column.justify = "right"
+    for depth in depths:
+        table.add_row(f"{depth} %", *(_found(by_place[length, depth]) for length in lengths))
+    return table
+
+
+def _found(cell: Cell) -> rich.text.Text:
+    """The share, on blue: the darker the more."""
+    share = cell.correct / cell.draws
+    shade = [round(255 + (end - 255) * share) for end in (0, 114, 178)]
+    style = f"{'white' if share > 0.5 else 'black'} on rgb({','.join(map(str, shade))})"
+    return rich.text.Text(f"{share:.0%}".rjust(5), style=style)

@@ -1,0 +1,156 @@
+"""`striped evaluate`: needles where they should be, answers that greedy decoding would give, clear errors."""
+
+import json
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import striped_attention as sa
+from striped_attention import cli, data
+from striped_attention.errors import UsageError
+from striped_attention.evaluation.config import EvaluateConfig
+from striped_attention.evaluation.forward import compile_answers, make_program
+from striped_attention.evaluation.needle import Haystacks
+from striped_attention.generation import text
+from striped_attention.models.stages import AXES
+from striped_attention.runtime.mesh import make_mesh
+from tests.test_engine import SMALL, TEXT, dense_scores, engine_of, greedy, weights_of
+from tests.test_huggingface import LENGTH, TOKENS, original, save, their_scores
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+CORPUS = data.Corpus(
+    np.append(np.frombuffer((ALPHABET * 120).encode(), np.uint8), 256).astype(np.int32), 256, 257, "it"
+)
+BRIEF = dict(needle="<{key}={value}>", question="<{key}=", answer="{value}", key_length=3, value_length=4)
+
+
+def config(**options):
+    return EvaluateConfig(**{"model": pathlib.Path("nowhere"), **BRIEF, **options})
+
+
+@pytest.mark.parametrize("depth", [0, 40, 100])
+def test_a_needle_lies_at_its_depth_and_the_question_is_at_the_end(depth):
+    tokens, answer = Haystacks(config(), CORPUS, text.Bytes()).sequence(123, depth, draw=0)
+    said = bytes(tokens.tolist()).decode()
+    assert len(said) == 123 + 1, "the last token is a target only"
+    assert answer == 4
+    hidden, asked = said.index("<"), said.rindex("<")
+    key, value = said[hidden + 1 : hidden + 4], said[-4:]
+    assert said[hidden : hidden + 10] == f"<{key}={value}>"
+    assert said[asked:] == f"<{key}={value}"
+    hay = said[:hidden] + said[hidden + 10 : asked]
+    assert hidden == round(len(hay) * depth / 100)
+    assert hay in ALPHABET * 6, "one piece of text"
+
+
+def test_draws_differ_and_depths_share_their_text():
+    found = Haystacks(config(), CORPUS, text.Bytes())
+    words = {bytes(found.sequence(60, depth, draw)[0][-9:].tolist()) for draw in range(20) for depth in (0, 50)}
+    assert len(words) == 20
+    assert (
+        Haystacks(config(seed=1), CORPUS, text.Bytes()).sequence(60, 0, 0)[0].tolist()
+        != found.sequence(60, 0, 0)[0].tolist()
+    )
+
+
+def test_only_the_answer_counts_and_only_in_rows_with_a_case():
+    batch = Haystacks(config(), CORPUS, text.Bytes()).batch([(60, 0, 0), (60, 50, 0)], range(1, 4))
+    assert batch.weights.sum(axis=1).tolist() == [4, 0, 0]
+    assert batch.weights[0, -4:].tolist() == [1] * 4
+    np.testing.assert_array_equal(batch.tokens[:, 1:], batch.targets[:, :-1])
+
+
+def test_an_answer_is_right_if_and_only_if_greedy_decoding_gives_it():
+    """What an engine writes is right; with any of its tokens changed it is not."""
+    prompt, new = 20, 3
+    written = greedy(engine_of(SMALL, 1, sa.contiguous()), list(TEXT[:, :prompt]), new)
+    rows = np.repeat(np.concatenate([TEXT[:, :prompt], written], axis=1), 4, axis=0)
+    changed = np.arange(len(rows)) % 4
+    for row, place in enumerate(changed):
+        if place > 0:
+            rows[row, prompt + place - 1] = (rows[row, prompt + place - 1] + 1) % SMALL.vocabulary
+    length = prompt + new - 1
+    counts = np.broadcast_to(np.arange(length) >= prompt - 1, (len(rows), length)).astype(np.float32)
+    batch = data.Batch(rows[:, :-1], rows[:, 1:], counts, np.zeros_like(rows[:, 1:]))
+    options = config(batch=len(rows), layout="zigzag", dtype="float32", strategy="ring")
+    mesh = make_mesh({AXES.batch: 2, AXES.sequence: 2}, jax.devices()[:4])
+    program = make_program(options, SMALL, mesh, length, documents=False)
+    weights = weights_of(SMALL)
+    stacked = {**weights, "layers": {n: jnp.stack([w[n] for w in weights["layers"]]) for n in weights["layers"][0]}}
+    placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), stacked, program.state.weights)
+    found = jax.device_get(compile_answers(program)(placed, program.place(batch)))
+    assert ((found.wrong == 0) == (changed == 0)).all()
+    logs = jax.nn.log_softmax(dense_scores(SMALL, weights, jnp.asarray(rows[:, :-1])))
+    truth = -np.take_along_axis(np.asarray(logs), rows[:, 1:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(found.loss, (truth * counts).sum(axis=1), rtol=1e-5)
+
+
+def evaluate(capsys, *arguments):
+    capsys.readouterr()
+    code = cli.main(["evaluate", *map(str, arguments)])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_a_hugging_face_model_has_the_losses_that_transformers_finds(tmp_path, capsys):
+    """Two sequences of tokens, and no tokenizer."""
+    save("qwen 3", tmp_path / "model")
+    np.save(tmp_path / "x.npy", np.append(TOKENS, TOKENS[0, 0]))
+    common = ("--model", tmp_path / "model", "--data", tmp_path / "x.npy", "--dtype", "float32")
+    code, out, error = evaluate(
+        capsys, *common, "--sequence-length", LENGTH, "--only", "perplexity", "--output", tmp_path / "x.json"
+    )
+    assert code == 0, error
+    logs = jax.nn.log_softmax(their_scores(original("qwen 3")))
+    targets = np.append(TOKENS, TOKENS[0, 0])[1:].reshape(TOKENS.shape)
+    loss = -np.take_along_axis(np.asarray(logs), targets[..., None], axis=-1).mean()
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert found["perplexity"]["loss"] == pytest.approx(loss, rel=1e-5)
+    assert found["perplexity"]["perplexity"] == pytest.approx(np.exp(loss), rel=1e-5)
+    assert found["model"] == {"parameters": 51_200, "step": None, "length": 1024}
+    assert found["devices"]["mesh"] == {"data": 1, "sequence": 8}
+    assert found["configuration"]["sequence_length"] == LENGTH
+    assert f"{np.exp(loss):,.2f}" in out
+    code, out, error = evaluate(capsys, *common, "--sequence-length", LENGTH, "--only", "needle")
+    assert (code, out) == (2, "")
+    assert "has no tokenizer.json. Give one with --tokenizer" in error
+
+
+BAD = [
+    (dict(needle="no place"), "--needle must have {value} in it"),
+    (dict(question="{"), "--question may have the places {key} and {value}"),
+    (dict(depths=(50, 101)), "--depths are percent, from 0 to 100; got 50 101"),
+    (dict(lengths=(0,)), "--lengths must be one or more numbers of tokens; got 0"),
+    (dict(draws=0), "--draws must be at least 1; got 0"),
+    (dict(key_characters=""), "--key-characters must be one character or more"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD)
+def test_bad_options_get_one_clear_line(options, message):
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        config(**options)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_haystack_without_room_or_text_is_refused():
+    with pytest.raises(UsageError, match=r"of 17 tokens has no room .* which need 18. Give longer ones with --lengths"):
+        Haystacks(config(), CORPUS, text.Bytes()).sequence(17, 0, 0)
+    ends = data.Corpus(np.full(100, 256, np.int32), 256, 257, "ends")
+    with pytest.raises(UsageError, match="ends has no text in it, only ends of documents"):
+        Haystacks(config(), ends, text.Bytes()).sequence(40, 0, 0)
+
+
+def test_what_cannot_be_evaluated_is_told(tmp_path, capsys):
+    for options, message in (
+        (("--model", tmp_path / "x"), "is not a folder"),
+        (("--model", tmp_path, "--output", tmp_path), "is a folder. Give a file"),
+        (("--model", tmp_path, "--output", tmp_path / "a" / "b"), "there is no folder"),
+    ):
+        code, out, error = evaluate(capsys, *options)
+        assert (code, out, error.count("\n")) == (2, "", 1)
+        assert message in error
