@@ -6,7 +6,10 @@ virtual CPU devices; on a machine with a GPU
 
     python benchmarks/train_memory.py --mock-gpus 8 --preset 1b --lengths 65536 262144
 
-compiles for 8 of them, of which only one needs to exist.
+compiles for 8 of them, of which only one needs to exist. With JAX's plugin for GPUs, which `make test-gpu-compile` puts
+into build/cuda, none needs to:
+
+    PYTHONPATH=build/cuda python benchmarks/train_memory.py --topology h200:1x1x8 --preset 1b --remat none --chunk 8192
 """
 
 import argparse
@@ -21,6 +24,7 @@ import rich.table
 from jax.sharding import Mesh
 from striped_bench.bench.run import say
 
+from striped_attention.compiling.topology import describe
 from striped_attention.planning.cost import estimate
 from striped_attention.runtime import record
 from striped_attention.training.config import TrainConfig
@@ -30,10 +34,10 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 SMALL = dict(preset="debug", layers=4, dim=256, ffn=768, heads=8, kv_heads=4)
 
 
-def measure(options: dict[str, Any], length: int, devices: int) -> dict[str, int]:
+def measure(options: dict[str, Any], length: int, those: list[Any]) -> dict[str, int]:
     """Bytes of one device: arguments (state and batch), temporaries, and the dry run's total."""
-    config = TrainConfig(**options, sequence_length=length)
-    mesh = Mesh(np.array(jax.devices()[:devices]).reshape(1, devices), ("data", "sequence"))
+    config, devices = TrainConfig(**options, sequence_length=length), len(those)
+    mesh = Mesh(np.array(those).reshape(1, devices), ("data", "sequence"))
     program = Program(config, mesh)
     stats = program.compiled.memory_analysis()
     return {
@@ -60,21 +64,29 @@ def main() -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="tokens of a sequence")
     parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8], help="virtual CPU devices")
     parser.add_argument("--mock-gpus", type=int, help="compile for this many GPUs instead")
+    parser.add_argument("--topology", help="compile for GPUs that are not here, as `striped compile` takes it")
+    parser.add_argument("--remat", default="attention", help="what layers keep, as `striped train` takes it")
+    parser.add_argument("--chunk", type=int, default=1024, help="tokens that stages take at a time")
+    parser.add_argument("--kernel", default="auto", help="the attention kernel; hopper where a GPU is not here")
     parser.add_argument("--preset", help="a model of `striped train` instead of the small one")
     parser.add_argument("--dtype", default="bfloat16", help="what the model computes in")
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS / "train_memory.json")
     arguments = parser.parse_args()
     model: dict[str, Any] = SMALL if arguments.preset is None else dict(preset=arguments.preset)
-    options = {**model, "dtype": arguments.dtype}
+    options = {**model, **{name: getattr(arguments, name) for name in ("dtype", "remat", "chunk", "kernel")}}
+    options["strategy"] = "ring"
     counts = arguments.devices if arguments.mock_gpus is None else [arguments.mock_gpus]
     prepare(arguments.mock_gpus, counts)
+    there = jax.devices() if arguments.topology is None else describe(arguments.topology)
+    if arguments.topology is not None:
+        counts = [len(there)]
     document = record.metadata("train_memory", {"options": options, "lengths": arguments.lengths, "devices": counts})
-    document["device"] = jax.devices()[0].device_kind
+    document["device"] = there[0].device_kind
     found = {}
     for length in arguments.lengths:
         for devices in counts:
             say(f"{length:,} tokens, {devices} devices")
-            found[length, devices] = measure(options, length, devices)
+            found[length, devices] = measure(options, length, there[:devices])
     shown = rich.table.Table("MB per device (dry run)", *(f"{n} devices" for n in counts))
     for length in arguments.lengths:
         cells = (found[length, n] for n in counts)
