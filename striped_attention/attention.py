@@ -205,8 +205,8 @@ def attention_shard(
     )
     if is_mesh_axis(axis_name):
         chosen = choose_strategy(strategy, plain, kernel, neighbours=fast_neighbours(axis_name, platform, kind))
-    else:  # of jax.vmap, which has no collectives of groups
-        chosen = choose_strategy("ring" if strategy == AUTO else strategy, plain, kernel)
+    else:
+        chosen = _of_vmap(choose_strategy("ring" if strategy == AUTO else strategy, plain, kernel), axis_name)
     attend = choose(kernel, exchanged(chosen, plain)).kernel
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)
@@ -218,6 +218,16 @@ def attention_shard(
     with _forward_mode_refused():
         out = ring_attention(problem, query, key, value, mask, bias, sinks)
     return poison(out, ok)
+
+
+def _of_vmap(chosen: Strategy, axis_name: AxisName) -> Strategy:
+    """The same strategy; raises if it needs collectives that JAX does not have for axes of `jax.vmap`."""
+    if chosen.group > 1 or (isinstance(axis_name, tuple) and len(axis_name) > 1):
+        raise ValueError(
+            f"Over an axis of jax.vmap attention can only be a ring, and over a single axis; got strategy {chosen} and "
+            f"axis_name={axis_name!r}. Pass strategy='ring', or use jax.shard_map."
+        )
+    return chosen
 
 
 @contextlib.contextmanager

@@ -185,6 +185,37 @@ def test_a_sequence_over_two_mesh_axes(strategy, types):
         np.testing.assert_allclose(actual, expected, atol=FLOAT32_TOLERANCE * np.abs(expected).max())
 
 
+@pytest.mark.parametrize(
+    ("sizes", "names", "strategy"),
+    [
+        ({"gpu": 4, "node": 2}, ("node", "gpu"), "ring"),
+        ({"gpu": 4, "node": 2}, ("node", "gpu"), sa.strategy(heads=2, gather=2)),
+        ({"gpu": 4, "node": 2}, ("node", "gpu"), "gather"),
+        ({"a": 2, "b": 2, "c": 2}, ("b", "a"), sa.strategy(heads=2)),
+        ({"a": 2, "b": 2, "c": 2}, ("c", "a", "b"), sa.strategy(inner=4)),
+    ],
+    ids=str,
+)
+def test_mesh_axes_in_another_order_than_the_mesh(sizes, names, strategy):
+    """The names say which devices are neighbours, wherever their axes are in the mesh."""
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes))
+    layout, length = sa.striped(2), 32
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, length, 4, 4)).astype("float32")
+
+    def ours(q, k, v):
+        q, k, v = (layout.permute(x, mesh=mesh, axis_name=names) for x in (q, k, v))
+        out = sa.attention(q, k, v, mesh=mesh, axis_name=names, layout=layout, mask=sa.causal(), strategy=strategy)
+        return layout.restore(out, mesh=mesh, axis_name=names)
+
+    def run(attend):
+        return jax.jit(jax.value_and_grad(lambda *x: (attend(*x) ** 2).sum(), argnums=(0, 1, 2)))(q, k, v)
+
+    visible = sa.causal().dense(length)
+    found, wanted = (jax.tree.leaves(run(attend)) for attend in (ours, lambda *x: dense_attention(*x, visible)))
+    for actual, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=FLOAT32_TOLERANCE * np.abs(expected).max())
+
+
 @pytest.mark.parametrize("names", [("sequence", "gpu"), (), ("sequence", "sequence"), "gpu", ["sequence"]], ids=str)
 def test_axes_that_a_mesh_does_not_have(names):
     x = jnp.ones((1, 16, 2, 4))

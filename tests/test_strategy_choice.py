@@ -106,6 +106,14 @@ def test_under_vmap_with_an_axis_name():
     np.testing.assert_allclose(out.reshape(1, 32, 2, 4), wanted, atol=FLOAT32_TOLERANCE)
 
 
+@pytest.mark.parametrize("strategy", ["heads", "gather", sa.strategy(heads=2)], ids=str)
+def test_groups_under_vmap_with_an_axis_name_are_refused(strategy):
+    x = jnp.ones((4, 1, 8, 4, 4))
+    attend = functools.partial(sa.attention_shard, axis_name="s", layout=sa.contiguous(), mask=sa.causal())
+    with pytest.raises(ValueError, match=r"an axis of jax\.vmap attention can only be a ring.*Pass strategy='ring'"):
+        jax.vmap(lambda x: attend(x, x, x, strategy=strategy), axis_name="s")(x)
+
+
 def test_double_rings_are_planned_where_a_ring_leaves_its_node():
     assert sa.strategy(inner=8) in candidates(16, 32, 8)
     assert sa.strategy(inner=8) not in candidates(8, 32, 8)

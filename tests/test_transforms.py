@@ -233,25 +233,38 @@ def test_float64_inputs_are_computed_in_float64():
         np.testing.assert_allclose(out, dense_attention(q, k, v, sa.causal().dense(32)), atol=1e-14)
 
 
-def test_64_bit_mode_changes_nothing_for_float32():
+@pytest.mark.parametrize(
+    ("devices", "strategy"),
+    [(3, "ring"), (2, "auto"), (4, sa.strategy(heads=2, gather=2)), (4, sa.strategy(inner=2))],
+    ids=str,
+)
+def test_64_bit_mode_changes_nothing_for_float32(devices, strategy):
     with jax.enable_x64(True):
-        assert_exact(Shape(length=29, bias="t5", sinks=True), 3, sa.zigzag(), sa.prefix(6))
+        shape = Shape(length=29, bias="t5", sinks=True)
+        assert_exact(shape, devices, sa.zigzag(), sa.prefix(6), strategy=strategy)
 
 
 def hessian_product(attend, x, v):
     return jax.jvp(jax.grad(lambda x: (attend(x) ** 2).sum()), (x,), (v,))[1]
 
 
-@pytest.mark.parametrize("mask", [sa.causal(), sa.documents(np.repeat(np.arange(3), [3, 9, 4])[None])], ids=str)
-def test_second_derivatives_forward_over_reverse(mask):
+@pytest.mark.parametrize(
+    ("mask", "strategy"),
+    [
+        *((sa.causal(), "ring"), (sa.causal(), sa.strategy(heads=2))),
+        (sa.documents(np.repeat(np.arange(3), [3, 9, 4])[None]), "ring"),
+    ],
+    ids=str,
+)
+def test_second_derivatives_forward_over_reverse(mask, strategy):
     """On 4 devices some blocks have rows that see no key; their log-sum-exp is no source of NaN."""
     x, v = (jax.random.normal(jax.random.key(i), (1, 16, 2, 8)) for i in (0, 1))
     visible = mask.dense(16).reshape(-1, 16, 16)
 
     def attend(x):
         y = LAYOUT.permute(x, 4, 1)
-        out = sa.attention(y, y, y, mesh=mesh_of(4), axis_name="sequence", layout=LAYOUT, mask=mask, kernel="xla")
-        return LAYOUT.restore(out, 4, 1)
+        options = dict(mesh=mesh_of(4), axis_name="sequence", layout=LAYOUT, mask=mask, kernel="xla")
+        return LAYOUT.restore(sa.attention(y, y, y, strategy=strategy, **options), 4, 1)
 
     found = jax.jit(functools.partial(hessian_product, attend))(x, v)
     wanted = hessian_product(lambda x: dense_attention(x, x, x, visible), x, v)
@@ -284,5 +297,12 @@ def test_derivatives_that_are_not_supported_say_so():
         jax.jvp(loss, (x,), (x,))
     with pytest.raises(TypeError, match="forward-mode"):  # by JAX itself, where it finds out after this library's part
         jax.jvp(jax.jit(loss), (x,), (x,))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "heads", "gather"])
+def test_reverse_over_reverse_says_what_to_do(strategy):
+    x = jnp.ones((1, 8, 2, 4))
+    where = dict(mesh=mesh_of(2), axis_name="sequence", layout=sa.striped(), mask=sa.causal(), strategy=strategy)
+    loss = lambda x: sa.attention(x, x, x, **where).sum()  # noqa: E731
     with pytest.raises(NotImplementedError, match=r"jax\.grad of jax\.grad are not supported.*jax\.jvp\(jax\.grad"):
-        jax.grad(lambda x: jax.grad(loss)(x).sum())(x)
+        jax.eval_shape(jax.grad(lambda x: jax.grad(loss)(x).sum()), x)

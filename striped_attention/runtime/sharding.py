@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -85,6 +86,20 @@ def fast_neighbours(axis_name: str | tuple[str, ...], platform: str, kind: str) 
 def is_mesh_axis(axis_name: str | tuple[str, ...]) -> bool:
     """Whether it is an axis of the mesh of the program being traced, and not one of `jax.vmap`."""
     return set(_names(axis_name)) <= set(jax.sharding.get_abstract_mesh().axis_names)
+
+
+def in_mesh_order(axis_name: str | tuple[str, ...]) -> tuple[str | tuple[str, ...], list[int] | None]:
+    """The name to give to collectives, and the number there of each device; None if the numbers stay the same.
+
+    `lax.axis_index` counts the devices of several axes in the order of the names, `lax.ppermute` in the order of the
+    mesh. With the names in mesh order all collectives agree.
+    """
+    shape, names = jax.sharding.get_abstract_mesh().shape, _names(axis_name)
+    ordered = tuple(name for name in shape if name in names)
+    if len(names) == 1 or ordered == names:
+        return axis_name, None
+    numbers = np.arange(math.prod(shape[name] for name in names)).reshape([shape[name] for name in ordered])
+    return ordered, numbers.transpose([ordered.index(name) for name in names]).reshape(-1).tolist()
 
 
 def _names(entry: Any) -> tuple[str, ...]:

@@ -4,17 +4,18 @@
 belongs to keys; `send` passes it on along the ring. Arrays are [batch, slots, heads, ...] and stay sorted by position.
 """
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.custom_batching import custom_vmap
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
-from striped_attention.core.layout import AxisName
 from striped_attention.core.mask import Mask
+from striped_attention.runtime.sharding import in_mesh_order
 from striped_attention.strategies.hops import Ring
 from striped_attention.strategies.problem import Problem
 
@@ -25,11 +26,11 @@ def to_heads(problem: Problem, q: Array, k: Array, v: Array, mask: Mask, bias: A
     """All tokens of a group of neighbours, for this device's share of the heads. The mask has no heads."""
     copies = problem.strategy.key_copies(q.shape[2], k.shape[2])
     k, v = (x if copies == 1 else jnp.repeat(x, copies, axis=2) for x in (k, v))
-    name, groups = problem.axis_name, _neighbours(problem)
-    q, k, v = (_join(problem, _all_to_all(x, name, groups, 2, 1)) for x in (q, k, v))
-    together = lambda x: lax.all_gather(x, name, axis=1, tiled=True, axis_index_groups=groups)  # noqa: E731
+    where = _neighbours(problem)
+    q, k, v = (_join(problem, _trade.bind(x, split=2, concat=1, **where)) for x in (q, k, v))
+    together = lambda x: lax.all_gather(x, axis=1, tiled=True, **where)  # noqa: E731
     mask = jax.tree.map(lambda x: _join(problem, together(x)), mask)
-    member = lax.rem(lax.axis_index(problem.axis_name), problem.strategy.heads)
+    member = lax.rem(lax.axis_index(problem.axis_name), np.int32(problem.strategy.heads))
     mine = lambda x: lax.dynamic_slice_in_dim(x, member * q.shape[2], q.shape[2])  # noqa: E731
     return q, k, v, mask, *jax.tree.map(mine, (bias, sinks))
 
@@ -37,41 +38,61 @@ def to_heads(problem: Problem, q: Array, k: Array, v: Array, mask: Mask, bias: A
 def from_heads(problem: Problem, out: Array) -> Array:
     """All heads, for this device's own tokens."""
     out = problem.layout.split(out, problem.strategy.heads, problem.padded_length, problem.devices)
-    return _all_to_all(out, problem.axis_name, _neighbours(problem), 1, 2)
+    return _trade.bind(out, split=1, concat=2, **_neighbours(problem))
 
 
 def _join(problem: Problem, x: Array) -> Array:
     return problem.layout.join(x, problem.strategy.heads, problem.padded_length, problem.devices)
 
 
-def _neighbours(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """Groups of devices that share out heads."""
+def _neighbours(problem: Problem) -> dict[str, Any]:
+    """Groups of devices that share out heads, as collectives take them."""
     heads = problem.strategy.heads
-    return tuple(tuple(range(first, first + heads)) for first in range(0, problem.devices, heads))
+    return _groups(problem, [range(first, first + heads) for first in range(0, problem.devices, heads)])
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
-def _all_to_all(x: Array, name: AxisName, groups: Any, split: int, concat: int) -> Array:
-    """`lax.all_to_all` among groups of devices. JAX has no `vmap` of it: what is mapped joins the batch here."""
-
-    @custom_vmap
-    def exchange(x: Array) -> Array:
-        return lax.all_to_all(x, name, split_axis=split, concat_axis=concat, tiled=True, axis_index_groups=groups)
-
-    @exchange.def_vmap
-    def exchange_all(size: int, _: Any, x: Array) -> tuple[Array, bool]:
-        out = exchange(x.reshape(-1, *x.shape[2:]))
-        return out.reshape(size, -1, *out.shape[1:]), True
-
-    return exchange(x)
+def _gatherers(problem: Problem) -> dict[str, Any]:
+    """Groups of devices that gather keys: those of neighbouring groups that have the same heads."""
+    heads, group = problem.strategy.heads, problem.strategy.group
+    firsts = [first + member for first in range(0, problem.devices, group) for member in range(heads)]
+    return _groups(problem, [range(first, first + group, heads) for first in firsts])
 
 
-def _back_again(name: AxisName, groups: Any, split: int, concat: int, _: None, dout: Array) -> tuple[Array]:
-    return (_all_to_all.fun(dout, name, groups, concat, split),)
+def _groups(problem: Problem, groups: list[range]) -> dict[str, Any]:
+    name, numbers = in_mesh_order(problem.axis_name)
+    number = (lambda device: device) if numbers is None else numbers.__getitem__
+    return dict(axis_name=name, axis_index_groups=tuple(tuple(map(number, group)) for group in groups))
 
 
-# `custom_vmap` has no transpose. The functions themselves are called here, so that second derivatives go through.
-_all_to_all.defvjp(lambda *args: (_all_to_all.fun(*args), None), _back_again)
+# `lax.all_to_all` among groups of devices, for which JAX has no `vmap`.
+_trade = Primitive("attention_trade")
+
+
+def _all_to_all(x: Array, *, split: int, concat: int, **where: Any) -> Array:
+    return lax.all_to_all(x, split_axis=split, concat_axis=concat, tiled=True, **where)
+
+
+def _traded(x: Any, *, split: int, concat: int, axis_index_groups: Any, **_: Any) -> Any:
+    """Shape and dtype of what is traded."""
+    size, shape = len(axis_index_groups[0]), list(x.shape)
+    shape[split] //= size
+    shape[concat] *= size
+    return x.update(shape=tuple(shape), weak_type=False)
+
+
+def _trade_back(dout: Array, _: Any, *, split: int, concat: int, **where: Any) -> list[Array]:
+    return [_trade.bind(dout, split=concat, concat=split, **where)]
+
+
+def _trade_all(arrays: Any, dims: Any, *, split: int, concat: int, **where: Any) -> tuple[Array, int]:
+    (x,), (dim,) = arrays, dims
+    return _trade.bind(x, split=split + (dim <= split), concat=concat + (dim <= concat), **where), dim
+
+
+_trade.def_abstract_eval(_traded)
+mlir.register_lowering(_trade, mlir.lower_fun(_all_to_all, multiple_results=False))
+ad.deflinear2(_trade, _trade_back)
+batching.primitive_batchers[_trade] = _trade_all
 
 
 @jax.named_scope(KEYS)
@@ -82,8 +103,7 @@ def gather(problem: Problem, x: Any) -> Any:
     size = (problem.strategy.gather, problem.padded_length, problem.query_devices)
 
     def one(leaf: Array) -> Array:
-        groups = _gatherers(problem)
-        together = lax.all_gather(leaf, problem.axis_name, axis=1, tiled=True, axis_index_groups=groups)
+        together = lax.all_gather(leaf, axis=1, tiled=True, **_gatherers(problem))
         return problem.query_layout.join(together, *size)
 
     return jax.tree.map(one, x)
@@ -97,8 +117,8 @@ def scatter(problem: Problem, x: Any) -> Any:
     size = (problem.strategy.gather, problem.padded_length, problem.query_devices)
 
     def one(leaf: Array) -> Array:
-        apart, groups = problem.query_layout.split(leaf, *size), _gatherers(problem)
-        total = lax.psum_scatter(apart, problem.axis_name, scatter_dimension=1, tiled=True, axis_index_groups=groups)
+        apart = problem.query_layout.split(leaf, *size)
+        total = lax.psum_scatter(apart, scatter_dimension=1, tiled=True, **_gatherers(problem))
         # If this sum is rounded to the dtype of k and v next, XLA for TPUs would round what it sums as well. This
         # identity keeps it from that.
         exact = jnp.finfo(total.dtype)
@@ -107,15 +127,11 @@ def scatter(problem: Problem, x: Any) -> Any:
     return jax.tree.map(one, x)
 
 
-def _gatherers(problem: Problem) -> list[list[int]]:
-    """Groups of devices that gather keys: those of neighbouring groups that have the same heads."""
-    heads, group = problem.strategy.heads, problem.strategy.group
-    firsts = [first + member for first in range(0, problem.devices, group) for member in range(heads)]
-    return [list(range(first, first + group, heads)) for first in firsts]
-
-
 def send(problem: Problem, x: Any, ring: Ring, places: int) -> Any:
     """Pass a pytree `places` on along a ring."""
     group = problem.strategy.group
     pairs = [(i, ring.shift(i // group, places) * group + i % group) for i in range(problem.devices)]
-    return jax.tree.map(lambda leaf: lax.ppermute(leaf, problem.axis_name, pairs), x)
+    name, numbers = in_mesh_order(problem.axis_name)
+    if numbers is not None:
+        pairs = [(numbers[source], numbers[target]) for source, target in pairs]
+    return jax.tree.map(lambda leaf: lax.ppermute(leaf, name, pairs), x)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from jax import lax
 
 from striped_attention.core.bias import Bias
@@ -96,4 +97,4 @@ class Problem:
 
 
 def _divide(device: Any, size: int) -> Any:
-    return device if size == 1 else lax.div(device, size)
+    return device if size == 1 else lax.div(device, np.int32(size))
