@@ -1,10 +1,10 @@
 """Kill test: a training run that is killed again and again ends in the same bits as one that is left alone.
 
-Two processes train a small model over several passes of a small text, with a checkpoint every few steps. SIGKILL ends
-one of them, their parent, or all three at once, at random moments: while the run starts, between two steps, or while a
-checkpoint is half written. After each kill the same command goes on with --resume. At the end all arrays of the last
-checkpoint (weights and the optimiser's state) and the losses of all steps must be those of the run that nobody killed,
-bit for bit.
+Two processes train a small model over several passes of a small text, in accumulated batches, with a checkpoint every
+few steps. SIGKILL ends one of them, their parent, or all three at once, at random moments: while the run starts, in the
+middle of a step, or while a checkpoint is half written. After each kill the same command goes on with --resume. At the
+end all arrays of the last checkpoint (weights and the optimiser's state) and the losses of all steps must be those of
+the run that nobody killed, bit for bit.
 
     python benchmarks/kill_test.py --kills 10
 """
@@ -35,9 +35,9 @@ from striped_attention.runtime import record
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 OPTIONS = """--local-processes 2 --cpu-devices 1 --layers 2 --dim 64 --ffn 128 --heads 4 --kv-heads 2 --dtype float32
-             --sequence-length 128 --batch 2 --checkpoint-every 3 --keep 2"""
+             --sequence-length 128 --batch 2 --accumulate 2 --checkpoint-every 3 --keep 2"""
 VICTIMS = ("process 0", "process 1", "parent", "all")
-MOMENTS = ("while saving", "between steps", "while saving", "while starting")
+MOMENTS = ("while saving", "in the middle", "while saving", "while starting")
 ROWS = 30  # sequences of the text: a pass takes 15 steps
 DEADLINE = 600.0  # seconds without the awaited event after which something must be wrong
 

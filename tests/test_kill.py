@@ -28,7 +28,7 @@ def test_two_kills_leave_no_trace_in_the_bits(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(result.read_text())
-    assert [kill["moment"] for kill in found["kills"]] == ["while saving", "between steps"]
+    assert [kill["moment"] for kill in found["kills"]] == ["while saving", "in the middle"]
     assert found["kills"][0]["half_written"]
     assert set(found["same"].values()) == {True}
     assert found["steps"] == 24
