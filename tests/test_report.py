@@ -81,6 +81,13 @@ def overhead():
     return content("overhead", rows=rows)
 
 
+def evaluated(name="long", loss=1.0, found=3):
+    ranges = [{"from": 0, "to": 255, "tokens": 9, "loss": 2.0}, {"from": 256, "to": 511, "tokens": 9, "loss": loss}]
+    cells = [{"length": n, "depth": d, "draws": 4, "correct": found, "loss": 0.1} for n in (256, 512) for d in (0, 100)]
+    more = {"perplexity": {"by_position": ranges}, "needle": {"cells": cells}, "devices": {"kind": "cpu", "mesh": {}}}
+    return content("evaluate", **{**more, "configuration": {"model": f"runs/{name}"}})
+
+
 SMALL = {
     "speedup-cpu": (layouts, "balanced layouts are 1.50 times as fast as contiguous"),
     "tiles": (tiles, "striped(1) gains most, 1.50 times, with tiles of 64"),
@@ -88,6 +95,8 @@ SMALL = {
     "masks_gpu": (functools.partial(masks, "gpu"), "GPUs: striped(1) gains most under every mask"),
     "throughput": (scale, "1b, h200: texts of 64k tokens go fastest on 16 devices, says the planner"),
     "accuracy": (positions, "The largest error of any check is 1e-06"),
+    "positions": (evaluated, "long has a loss of 1.00 with contexts of up to 512 tokens"),
+    "needles": (evaluated, "Needles in haystacks: long finds 75%"),
     "overhead": (overhead, "With 1,024 tokens, attention takes most of the time: 50 %"),
 }
 
@@ -107,6 +116,32 @@ def test_a_small_result_makes_a_figure_whose_title_is_the_finding(name):
     text = draw(found[name])
     assert text.startswith("<svg")
     assert "<text" in text, "words stay words, which a reader can search"
+
+
+def test_models_are_drawn_side_by_side():
+    documents = [evaluated(), evaluated("short", loss=3.0, found=0)]
+    found = {s.name: s for s in gather([Document(pathlib.Path("x.json"), x) for x in documents]).sections}
+    assert found["positions"].title.endswith("512 tokens, against 3.00 of short")
+    assert "long finds 75% and short finds 0%" in found["needles"].title
+    assert ">short</text>" in draw(found["positions"])
+    assert draw(found["needles"]).count(">75</text>") == 4
+
+
+def test_the_validations_of_a_run_are_drawn_from_its_folder(tmp_path):
+    """Of a validation that was done again the last counts."""
+    folder = tmp_path / "first"
+    folder.mkdir()
+    run = {"started": "2026-01-01", "options": {}, "versions": {"striped_attention": __version__}, "mesh": {"data": 2}}
+    (folder / "run.json").write_text(json.dumps([{**run, "device": "NVIDIA H200"}]))
+    lines = [{"step": 1, "loss": 5.0}]
+    for step, loss in ((0, 9.0), (0, 3.0), (10, 2.5), (20, 2.0)):
+        by_position = [{"from": 0, "to": 255, "tokens": 9, "loss": loss}]
+        lines.append({"step": step, "validation": {"loss": loss, "tokens": 9, "by_position": by_position}})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (section,) = (section for section in gather(read([folder])).sections if section.name == "validation")
+    assert section.title == "first: with contexts of up to 256 tokens the loss went from 3.00 to 2.00"
+    assert "first (2 × NVIDIA H200" in section.source
+    assert [name in draw(section) for name in ("step 0", "step 10", "step 20")] == [True] * 3
 
 
 def test_measured_work_comes_before_counted_work():

@@ -31,7 +31,7 @@ def evaluate(config: EvaluateConfig) -> None:
     """`striped evaluate`. What can be refused is refused before weights are read."""
     _check_output(config)
     run = Run(config, find(config.model))
-    document = run.describe()
+    document = {**run.describe(), "perplexity": {"by_position": []}, "needle": {"cells": []}}
     with _room(run.config):
         weights = arrays.read_stacked(run.source, run.mesh)
         if run.held_out is not None:

@@ -15,14 +15,14 @@ Paths = Annotated[tuple[pathlib.Path, ...], tyro.conf.arg(metavar="[PATH ...]", 
 
 @dataclasses.dataclass(frozen=True)
 class ReportConfig:
-    """Draw what `striped bench` and `striped plan` have written: one HTML page that needs no network.
+    """Draw what `striped bench`, `plan`, `train` and `evaluate` have written: one HTML page that needs no network.
 
     Every figure says what it shows, for people who have not read the paper, and which file it was made from. Figures
     without data are left out; the page lists the commands that would make them.
     """
 
     results: tyro.conf.Positional[Paths] = ()
-    """Result files, and folders of them. Default: benchmarks/results."""
+    """Result files, folders of them, and folders of runs of `striped train`. Default: benchmarks/results."""
     output: Annotated[pathlib.Path, tyro.conf.arg(metavar="PATH")] = pathlib.Path("report.html")
     """Where the page goes."""
     figures: Path = None

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from striped_bench.report import accuracy, balance, cost, speed
+from striped_bench.report import accuracy, balance, context, cost, speed
 from striped_bench.report.read import Document
 from striped_bench.report.section import WORDS, Finding, NoData, Section, make_section
 
@@ -14,6 +14,7 @@ _MAKERS: dict[str, Callable[[Sequence[Document]], Finding]] = {
     **{"throughput": cost.throughput, "tiles": speed.tiles, "masks": functools.partial(speed.masks, platform="cpu")},
     **{"masks_gpu": functools.partial(speed.masks, platform="gpu"), "decode": cost.traffic, "memory": cost.memory},
     **{"accuracy": accuracy.accuracy, "peers": cost.peers},
+    **{"validation": context.validation, "positions": context.positions, "needles": context.needles},
 }
 
 

@@ -1,4 +1,4 @@
-"""Figures: plain data in, a matplotlib Figure out. Six kinds are enough for all that is measured here."""
+"""Figures: plain data in, a matplotlib Figure out. Seven kinds are enough for all that is measured here."""
 
 import itertools
 import math
@@ -137,6 +137,31 @@ def heat_maps(rows: Sequence[tuple[str, Mapping[str, np.ndarray]]], what: str) -
     scale = ((0.0, "nothing to do"), (0.25, "a quarter"), (0.5, "half"), (1.0, f"the most {what}"))
     shades = [Patch(color=colour("blue"), alpha=alpha, label=text) for alpha, text in scale]
     made.legend(handles=shades, loc="outside lower center", ncols=len(shades))
+    return made
+
+
+def shares(maps: Mapping[str, Mapping[tuple[Number, Number], float]], x_format: Callable[[Number], str]) -> Figure:
+    """Length × depth for models side by side: the share of each cell, as strong as it is large."""
+    columns = min(_ABREAST, len(maps))
+    rows = math.ceil(len(maps) / columns)
+    made = figure(0.6 + 2.7 * rows)
+    grid = made.subplots(rows, columns, squeeze=False)
+    for axes, (name, cells) in zip(grid.flat, maps.items(), strict=False):
+        lengths, depths = (sorted({place[i] for place in cells}) for i in (0, 1))
+        for (length, depth), share in cells.items():
+            x, y = lengths.index(length), depths.index(depth)
+            box = _box(x - 0.48, y - 0.48, x + 0.48, y + 0.48)
+            axes.add_patch(PathPatch(box, facecolor=colour("blue"), alpha=share, linewidth=0))
+            ink = colour("paper" if share > 0.6 else "ink")
+            axes.annotate(f"{100 * share:.0f}", (x, y), ha="center", va="center", fontsize=8, color=ink)
+        axes.set_xticks(range(len(lengths)), [x_format(length) for length in lengths])
+        axes.set_yticks(range(len(depths)), [f"{depth:g} %" for depth in depths])
+        axes.set(xlim=(-0.5, len(lengths) - 0.5), ylim=(len(depths) - 0.5, -0.5), title=name, xlabel="tokens")
+        axes.tick_params(length=0)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("depth of the needle")
+    for axes in grid.flat[len(maps) :]:
+        axes.set_visible(False)
     return made
 
 

@@ -7,6 +7,7 @@ need of it is in results.toml.
 import functools
 import importlib.resources
 import json
+import math
 import pathlib
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 from striped_attention._version import __version__
 from striped_attention.errors import UsageError
 
+METRICS = "metrics.jsonl"  # in the folder of a run
 _FIELDS = ("benchmark", "started", "versions", "git", "configuration")
 KNOWN = tomllib.loads((importlib.resources.files("striped_bench.report") / "results.toml").read_text())
 
@@ -37,6 +39,9 @@ class Document(NamedTuple):
             return f"counted for {options.get('devices')} × {known.get('name')}"
         if self.benchmark == "tests" and options.get("devices"):
             return ", ".join(dict.fromkeys(options["devices"]))
+        devices = self.content.get("devices") or {}
+        if self.benchmark in ("train", "evaluate") and devices.get("kind", "cpu") != "cpu":
+            return f"{math.prod(devices['mesh'].values())} × {devices['kind']}"
         gpu = self.content.get("gpu", {}).get("name") or known.get("gpu")
         cpu = f"{known['cpu']}, {known['cores_usable']} cores" if {"cpu", "cores_usable"} <= set(known) else None
         return gpu or cpu or "hardware not recorded"
@@ -61,7 +66,7 @@ def read(paths: Iterable[pathlib.Path]) -> list[Document]:
     """Every result in these files and folders, the oldest first; later ones count where two say the same."""
     files: list[pathlib.Path] = []
     for path in paths:
-        found = sorted(path.glob("*.json")) if path.is_dir() else [path]
+        found = [path] if _is_run(path) or not path.is_dir() else sorted(path.glob("*.json"))
         if not found:
             raise UsageError(f"The folder {path} has no .json file. `striped bench` and `striped plan` write some.")
         files += found
@@ -74,9 +79,28 @@ def of(documents: Sequence[Document], *benchmarks: str) -> list[Document]:
     return [document for document in documents if document.benchmark in benchmarks]
 
 
+def _is_run(path: pathlib.Path) -> bool:
+    """Whether a folder is that of a run of `striped train`."""
+    return (path / METRICS).is_file() and (path / "run.json").is_file()
+
+
+def _run(folder: pathlib.Path) -> dict[str, Any]:
+    """What a run has kept, as a result. Of validations that were done again the last counts."""
+    last = json.loads((folder / "run.json").read_text())[-1]
+    lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    validation = {line["step"]: {"step": line["step"], **line["validation"]} for line in lines if "validation" in line}
+    return {
+        **{"benchmark": "train", "started": last["started"], "git": {"commit": None}},
+        **{"versions": {"striped-attention": last["versions"]["striped_attention"]}, "configuration": last["options"]},
+        **{"devices": {"kind": last["device"], "mesh": last["mesh"]}, "validation": list(validation.values())},
+    }
+
+
 def _document(path: pathlib.Path) -> Document:
     try:
-        document = Document(path, json.loads(path.read_text()))
+        document = Document(path, _run(path) if path.is_dir() else json.loads(path.read_text()))
+    except (LookupError, TypeError) as error:
+        raise UsageError(f"The run in {path} cannot be read: its files are damaged ({error!r}).") from error
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}. Give a result file or a folder of them.") from error
     except ValueError as error:
