@@ -24,6 +24,11 @@ if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
     if jax.__version_info__ < (0, 11) and importlib.util.find_spec("libtpu") is None:
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+    # Tokens that the tests make are kept apart from those of whoever runs them, and go away with the tests.
+    if "STRIPED_TESTS_CACHE" not in os.environ:
+        TOKENS = tempfile.mkdtemp(prefix="striped-data-")
+        os.environ["STRIPED_TESTS_CACHE"] = os.environ["XDG_CACHE_HOME"] = TOKENS
+        atexit.register(shutil.rmtree, TOKENS, ignore_errors=True)
     # What one process has compiled, no other need. The folder lasts as long as the run: JAX's key for a program leaves
     # out the names of its operations, which tests read, so a folder that lasts could show those of yesterday.
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -92,7 +92,7 @@ def tokens(tmp_path_factory):
 def hub(tmp_path_factory):
     """A Hugging Face folder with a tokenizer and all that belongs to it."""
     folder = save("qwen 3", tmp_path_factory.mktemp("hub") / "model")
-    write_tokenizer(folder / "tokenizer.json", {"the": 0, "</s>": 1, "[UNK]": 2})
+    write_tokenizer(folder / "tokenizer.json", {"the": 0, "</s>": 7, "[UNK]": 2})
     (folder / "tokenizer_config.json").write_text('{"a": 1}')
     (folder / "special_tokens_map.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -102,7 +102,7 @@ def hub(tmp_path_factory):
 
 def config(tokens, folder=None, **options):
     given = dict(dtype="float32", sequence_length=LENGTH, batch=BATCH, mesh="data=4,sequence=2", strategy="ring")
-    given |= dict(data=tokens, end_token=END, checkpoint_dir=folder, steps=1, schedule="constant", warmup=0)
+    given |= dict(data=(str(tokens),), end_token=END, checkpoint_dir=folder, steps=1, schedule="constant", warmup=0)
     return TrainConfig(**{**given, **options})
 
 
@@ -114,7 +114,7 @@ def _compile_once():
     def same(config, mesh, documents):
         program = Program(config, mesh, documents=documents)
         no_matter = dict(checkpoint_dir=None, resume=False, start_from=None, rope_scaling=None, own_tokenizer=None)
-        no_matter |= dict(data=None, end_token=None, tokenizer=None)
+        no_matter |= dict(data=None, data_cache=None, end_token=None, tokenizer=None)
         no_matter |= dict(steps=9) if config.schedule == "constant" else {}
         first = programs.setdefault((dataclasses.replace(config, **no_matter), documents), program)
         if first is not program:
@@ -544,7 +544,7 @@ def test_what_cannot_be_started_from_is_one_line_and_leaves_nothing(change, opti
         change(folder)
     if options.pop("text", False):
         (tmp_path / "text.txt").write_text("the cat " * 500)
-        options |= dict(data=tmp_path / "text.txt", end_token=None)
+        options |= dict(data=(str(tmp_path / "text.txt"),), end_token=None)
     if options.pop("other_tokenizer", False):
         large_tokenizer(tmp_path)
         options |= dict(tokenizer=tmp_path / "tokenizer.json")

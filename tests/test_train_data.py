@@ -207,21 +207,21 @@ def saved_array():
 
 # What is in a file, and what is said of it. The names of the files say nothing.
 NO_TEXT = {
-    "is gzip. Unpack it first": gzip.compress(TEXT),
+    "is gzip. Unpack it first, or give it a name that ends in .gz": gzip.compress(TEXT),
     "is bzip2. Unpack it first": bz2.compress(TEXT),
     "is xz. Unpack it first": lzma.compress(TEXT),
-    "is zstandard. Unpack it first": b"\x28\xb5\x2f\xfd\x04\x00abc",
+    "is zstandard. Unpack it first, or give it a name that ends in .zst": b"\x28\xb5\x2f\xfd\x04\x00abc",
     "is a zip archive": archive("zip"),
     "is a tar archive. Unpack it first": archive("tar"),
-    "is a PNG picture. Keep it out of --data": png(),
+    "is a PNG picture. Keep it out of the data": png(),
     "is a JPEG picture": b"\xff\xd8\xff\xe0\x00\x10JFIF\x00",
     "is PDF. Extract its text": b"%PDF-1.7\n1 0 obj\n",
-    "is Parquet. Write its text to files": b"PAR1\x15\x00\x15\x8a",
+    "is Parquet. Give it a name that ends in .parquet": b"PAR1\x15\x00\x15\x8a",
     "is a NumPy array. If it holds tokens, give it a name that ends in .npy": saved_array(),
     "is UTF-16 text. Convert it to UTF-8": "hello".encode("utf-16"),
     r"is not UTF-8 text \(byte 3\). Convert it to UTF-8": "café".encode("latin-1"),
     r"is no text \(byte 5 is 0\). Keep it out": b"hello\0world",
-    "is JSON lines. Write its text to files": b'{"text": "one"}\n\n{"text": "two"}\n',
+    "is JSON lines. Give it a name that ends in .jsonl": b'{"text": "one"}\n\n{"text": "two"}\n',
 }
 
 
@@ -234,7 +234,7 @@ def test_what_is_no_text_is_refused_by_its_content(tmp_path, where, message):
     if where == "tokenizer":
         (tmp_path / ".t").mkdir()
         tokenizer = write_tokenizer(tmp_path / ".t" / "tokenizer.json", {"text": 0, "</s>": 1, "[UNK]": 2})
-    with pytest.raises(UsageError, match=f"--data must be UTF-8 text, or tokens .*b.txt {message}") as caught:
+    with pytest.raises(UsageError, match=f"By its name .*b.txt must be UTF-8 text, but it {message}") as caught:
         load(tmp_path / "b.txt" if where == "file" else tmp_path, tokenizer=tokenizer)
     assert "\n" not in str(caught.value)
 
@@ -246,7 +246,6 @@ def test_what_is_no_text_is_refused_by_its_content(tmp_path, where, message):
         ("package.json", b'{\n  "name": "x"\n}\n'),
         ("settings.json", b'{"a": 1}\n'),
         ("list.txt", b'{"a": 1}\nand then some prose\n'),
-        ("notes.jsonl", b"no JSON at all\n"),
         ("numbers.txt", b"1\n2\n3\n"),
         ("greek.txt", "Ἐν ἀρχῇ ἦν ὁ λόγος".encode()),
         ("marked.txt", "\ufeffone".encode()),
@@ -257,35 +256,14 @@ def test_text_that_only_looks_like_something_else_is_text(tmp_path, name, conten
     assert load(tmp_path / name).tokens.tolist() == [*content, 256]
 
 
-def test_one_line_of_json_lines_is_known_by_its_name(tmp_path):
-    (tmp_path / "x.jsonl").write_text('{"text": "one"}\n')
-    with pytest.raises(UsageError, match=r"x.jsonl is JSON lines"):
-        load(tmp_path / "x.jsonl")
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("x.txt", b"\xef\xbb\xbf" + b'{"text": "one"}\n' * 3),  # with the mark that some editors write
-        ("x.jsonl", b'["one", 2]\n["two", 3]\n'),
-        ("x.ndjson", b"// made by hand\n" * 20 + b'{"text": "one"}\n'),
-        ("y.jsonl", b'"one"\n"two"\n'),
-    ],
-)
-def test_json_lines_in_disguise(tmp_path, name, content):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UsageError, match=f"{name} is JSON lines"):
-        load(tmp_path / name)
-
-
 def test_an_end_token_that_never_occurs_is_told(tmp_path, monkeypatch):
     np.save(tmp_path / "x.npy", np.arange(250))
     assert load(tmp_path / "x.npy", end=249).warning is None
     assert load(tmp_path / "x.npy").warning is None, "nobody asked for one"
     found = load(tmp_path / "x.npy", end=250).warning
     assert found.startswith(f"--end-token 250 does not occur in {tmp_path / 'x.npy'}: all of it counts as one document")
-    monkeypatch.setattr(data.corpus, "LOOK", 10)
-    monkeypatch.setattr(data.corpus, "LOOKS", 5)  # 10 of every 50
+    monkeypatch.setattr(data.raw, "LOOK", 10)
+    monkeypatch.setattr(data.raw, "LOOKS", 5)  # 10 of every 50
     assert "does not occur in the 50 tokens that were looked at of" in load(tmp_path / "x.npy", end=30).warning
 
 

@@ -160,6 +160,17 @@ def test_packed_documents_do_not_see_each_other():
     assert float(before) != float(loss(weights, run.place(batch))[0]), "otherwise the test could not fail"
 
 
+def test_a_sequence_in_which_nothing_counts_changes_nothing():
+    run, loss = losses_of(True)
+    batch, weights = data.read(CORPUS, 0, range(2), 89, 0), run.fresh_state().weights
+    one = batch._replace(weights=batch.weights * np.array([[0], [1]], np.float32))
+    other = one._replace(tokens=np.where([[True], [False]], (one.tokens + 7) % 40, one.tokens))
+    jax.tree.map(np.testing.assert_array_equal, *(loss(weights, run.place(b)) for b in (one, other)))
+    none, _, gradients = loss(weights, run.place(batch._replace(weights=0 * batch.weights)))
+    assert float(none) == 0
+    assert all(not np.any(x) for x in jax.tree.leaves(gradients)), "0 everywhere, and nowhere NaN"
+
+
 @functools.cache
 def remat(kind):
     """Loss and gradients on two devices, compiled: keeping this of a layer for the backward pass."""

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import errno
 import gc
+import gzip
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
+from striped_attention import cli
 from striped_attention.errors import Diverged, UsageError
 from striped_attention.planning.cost import estimate
 from striped_attention.training import dry_run, storage, trainer, watch
@@ -24,12 +26,13 @@ from striped_attention.training.config import TrainConfig
 from striped_attention.training.settle import settle
 from striped_attention.training.step import Program
 from striped_attention.training.trainer import mesh_sizes, train
+from tests.test_data_sources import KINDS, written
 from tests.test_train_data import write_tokenizer
 from tests.test_weights_and_biases import Service
 
 TINY = dict(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, dtype="float32", sequence_length=64)
 TINY |= dict(batch=4, mesh="data=4,sequence=2")  # short rings compile faster
-TINY |= dict(data=pathlib.Path(__file__))
+TINY |= dict(data=(__file__,))
 STEADY = dict(schedule="constant", warmup=0)  # so that a run of 3 steps begins like one of 6
 
 
@@ -48,6 +51,7 @@ def _compile_once():
             checkpoint_dir=None, checkpoint_every=1, resume=False, profile=None, seed=0, keep=1, wandb=None
         )
         no_matter |= dict(data=None, tokenizer=None, end_token=None)
+        no_matter |= dict(text_column=None, loss_column=None, chat_column=None, data_cache=None)
         no_matter |= dict(validation=None, validate_every=None, validation_sequences=None)
         no_matter |= dict(steps=9) if config.schedule == "constant" else {}
         first = programs.setdefault((dataclasses.replace(config, **no_matter), documents), program)
@@ -106,6 +110,63 @@ def test_resume_goes_on_bit_for_bit(straight, half):
     assert losses(half) == losses(folder)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), whole)
     assert [run["from_step"] for run in json.loads((half / "run.json").read_text())] == [0, 3]
+
+
+def npy(path, texts):
+    tokens = [token for text in texts for token in [*text.encode(), 256]]
+    np.save(path / "x.npy", np.array(tokens))
+    return path / "x.npy"
+
+
+def with_spans(path, texts):
+    rows = [{"body": text, "spans": [[2, 8]]} for text in texts]
+    return written(path / "x.jsonl.gz", gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+
+
+def two(path, texts):
+    return f"{KINDS['parquet'](path, texts)}=0.3", f"{KINDS['datasets'](path, texts[:20])}=0.7"
+
+
+SOURCES = ("text.zst", "jsonl", "parquet", "arrow file", "datasets", "striped tokenize")
+SOURCES = {name: (KINDS[name], {}) for name in SOURCES}
+SOURCES |= {
+    "npy": (npy, dict(end_token=256)),
+    "loss spans": (with_spans, dict(text_column="body", loss_column="spans")),
+    "two with weights": (two, {}),
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_resume_goes_on_bit_for_bit_whatever_the_source(tmp_path, source):
+    """In the middle of a pass through the data, and with the cache gone; a step takes 4 of about 10 sequences."""
+    make, options = SOURCES[source]
+    made = make(tmp_path, [f"document {i} " + "of some length " * (i % 5) for i in range(24)])
+    options |= dict(data=made if isinstance(made, tuple) else (str(made),), checkpoint_every=2)
+    whole = train(config(tmp_path / "run", steps=4, data_cache=tmp_path / "cache", **options))
+    expected = losses(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "4")
+    state = train(config(tmp_path / "run", steps=4, resume=True, data_cache=tmp_path / "another", **options))
+    assert losses(tmp_path / "run") == expected
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((state, whole)))
+
+
+def test_resume_is_refused_for_other_weights_of_the_same_sources(straight, tmp_path):
+    sources = [f"{KINDS['jsonl'](tmp_path, ['text ' * 99])}={{}}", f"{__file__}={{}}"]
+    options = dict(folder=tmp_path / "run", checkpoint_every=1)
+    train(config(steps=1, data=tuple(source.format(1) for source in sources), **options))
+    changed = tuple(source.format(weight) for source, weight in zip(sources, (1, 2), strict=True))
+    refuse("another --data", steps=2, resume=True, data=changed, **options)
+
+
+def test_a_run_on_tokens_keeps_their_tokenizer_and_says_what_they_are(tmp_path, capsys):
+    tokenizer = write_tokenizer(tmp_path / "my.json", {"a": 0, "</s>": 1, "[UNK]": 2})
+    source = written(tmp_path / "x.txt", b"a b " * 400)
+    assert cli.main(["tokenize", str(source), "--tokenizer", str(tokenizer), "--output", str(tmp_path / "made")]) == 0
+    capsys.readouterr()
+    train(config(tmp_path / "run", steps=1, data=(str(tmp_path / "made"),)))
+    assert (tmp_path / "run" / "tokenizer.json").read_text() == tokenizer.read_text()
+    said = capsys.readouterr().out
+    assert f"{tmp_path / 'made'}: 1 document, 801 tokens; 1 document longer than a sequence of 64" in said
 
 
 def test_resume_onto_another_mesh_and_layout(straight, half):
@@ -281,7 +342,7 @@ def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path):
         (dict(dim=32), "of another model: dim 16 there, 32 here"),
         (dict(seed=1), "another --seed"),
         (dict(sequence_length=60), "another --sequence-length"),
-        (dict(data=pathlib.Path(watch.__file__)), "another --data"),
+        (dict(data=(watch.__file__,)), "another --data"),
     ],
 )
 @pytest.mark.usefixtures("_never_compile")
@@ -480,7 +541,7 @@ def test_a_copy_of_the_tokenizer_is_kept(tmp_path, capsys):
 
 def test_an_end_token_that_never_occurs_is_told_once(tmp_path, capsys):
     np.save(tmp_path / "x.npy", np.arange(1000) % 250)
-    train(config(steps=1, data=tmp_path / "x.npy", end_token=255))
+    train(config(steps=1, data=(str(tmp_path / "x.npy"),), end_token=255))
     said = [line for line in capsys.readouterr().out.splitlines() if "--end-token" in line]
     assert len(said) == 1
     assert said[0].startswith("Warning: --end-token 255 does not occur in")

@@ -13,6 +13,7 @@ from striped_attention.cli.guard import guard
 # Subcommand → module, and the dataclass of its options in there.
 _COMMANDS = {
     "train": ("striped_attention.cli.train", "TrainConfig"),
+    "tokenize": ("striped_attention.cli.tokenize", "TokenizeConfig"),
     "generate": ("striped_attention.cli.generate", "GenerateConfig"),
     "evaluate": ("striped_attention.cli.evaluate", "EvaluateConfig"),
     "import": ("striped_attention.cli.convert", "ImportConfig"),

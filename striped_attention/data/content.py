@@ -1,4 +1,4 @@
-"""Content: what a file holds, told by its bytes, whatever its name. Only UTF-8 text is training text.
+"""Content: what a file holds, told by its bytes. A file whose name says something else is refused.
 
 Bytes can be tokens, so a picture or an archive could be trained on, and the loss would not say so.
 """
@@ -9,19 +9,21 @@ import itertools
 import json
 import pathlib
 
+from striped_attention.data.files import ARROW, LINES, PARQUET, File
 from striped_attention.errors import UsageError
 
-UNPACK, NOT_TEXT = "Unpack it first.", "Keep it out of --data."
-TABLE = "Write its text to files, a document each, or its tokens to a .npy."
-CONVERT = "Convert it to UTF-8, or keep it out of --data."
+UNPACK, NOT_TEXT = "Unpack it first.", "Keep it out of the data."
+NAME = "Give it a name that ends in"
+TABLE = "Write its text to JSON lines, or its tokens to a .npy."
+CONVERT = "Convert it to UTF-8, or keep it out of the data."
 
 # The first bytes of a kind of file, its name, and what to do about it.
 KINDS = (
-    (b"\x1f\x8b", "gzip", UNPACK),
+    (b"\x1f\x8b", "gzip", f"{UNPACK[:-1]}, or give it a name that ends in .gz."),
     (b"PK\x03\x04", "a zip archive (or an office document, or .npz)", UNPACK),
     (b"BZh", "bzip2", UNPACK),
     (b"\xfd7zXZ\x00", "xz", UNPACK),
-    (b"\x28\xb5\x2f\xfd", "zstandard", UNPACK),
+    (b"\x28\xb5\x2f\xfd", "zstandard", f"{UNPACK[:-1]}, or give it a name that ends in .zst."),
     (b"\x04\x22\x4d\x18", "lz4", UNPACK),
     (b"7z\xbc\xaf\x27\x1c", "a 7-zip archive", UNPACK),
     (b"Rar!\x1a\x07", "a RAR archive", UNPACK),
@@ -31,8 +33,8 @@ KINDS = (
     (b"RIFF", "a RIFF file (WebP, WAV or AVI)", NOT_TEXT),
     (b"\x7fELF", "a program", NOT_TEXT),
     (b"%PDF-", "PDF", "Extract its text first."),
-    (b"PAR1", "Parquet", TABLE),
-    (b"ARROW1", "Arrow", TABLE),
+    (b"PAR1", "Parquet", f"{NAME} .parquet."),
+    (b"ARROW1", "Arrow", f"{NAME} .arrow."),
     (b"\x89HDF\r\n\x1a\n", "HDF5", TABLE),
     (b"SQLite format 3\x00", "an SQLite database", TABLE),
     (b"\x93NUMPY", "a NumPy array", "If it holds tokens, give it a name that ends in .npy."),
@@ -40,8 +42,10 @@ KINDS = (
     (b"\xfe\xff", "UTF-16 text", CONVERT),
 )
 TAR, TAR_AT = b"ustar", 257  # what stands in a tar archive, and at which byte
-LINES = 8  # of a file that are looked at to tell JSON lines from text
-MORE_LINES = 1000  # where its name says so; the first ones may be remarks
+LOOKED_AT = 8  # lines of a file that tell JSON lines from text
+HEAD = 512  # bytes that `check_head` looks at
+STREAM = b"\xff\xff\xff\xff"  # what an Arrow stream begins with
+BEGINS = {PARQUET: (b"PAR1",), ARROW: (b"ARROW1", STREAM), "gzip": (b"\x1f\x8b",), "zstd": (b"\x28\xb5\x2f\xfd",)}
 
 
 def check_text(path: pathlib.Path, content: bytes) -> None:
@@ -56,12 +60,21 @@ def check_text(path: pathlib.Path, content: bytes) -> None:
         raise _refused(path, *_kind(content, f"no text (byte {zero:,} is 0)", NOT_TEXT))
     if content.startswith(b"%PDF-"):
         raise _refused(path, *_kind(content, "PDF", NOT_TEXT))
-    if _json_lines(path, content):
-        raise _refused(path, "JSON lines", TABLE)
+    if _json_lines(content):
+        raise _refused(path, "JSON lines", f"{NAME} .jsonl.")
 
 
-def _refused(path: pathlib.Path, kind: str, advice: str) -> UsageError:
-    return UsageError(f"--data must be UTF-8 text, or tokens as .npy or .bin, but {path} is {kind}. {advice}")
+def check_head(file: File, head: bytes, packed: bool = False) -> None:
+    """Raise if a file does not begin as its name says. `packed`: this is how it is packed, not what is inside."""
+    wanted = str(file.packed) if packed else file.kind
+    if wanted in BEGINS and head and not head.startswith(BEGINS[wanted]):
+        raise _refused(file.path, *_kind(head, "not that", "Is it damaged, or does its name not fit?"), wanted)
+    if wanted == LINES and (found := _kind(head, "", ""))[0]:
+        raise _refused(file.path, *found, wanted)
+
+
+def _refused(path: pathlib.Path, kind: str, advice: str, wanted: str = "UTF-8 text") -> UsageError:
+    return UsageError(f"By its name {path} must be {wanted}, but it is {kind}. {advice}")
 
 
 def _kind(content: bytes, otherwise: str, advice: str) -> tuple[str, str]:
@@ -72,21 +85,16 @@ def _kind(content: bytes, otherwise: str, advice: str) -> tuple[str, str]:
     return found[0] if found else (otherwise, advice)
 
 
-def _json_lines(path: pathlib.Path, content: bytes) -> bool:
-    """Whether every line is a JSON object or array; any of the first ones, or a JSON string, where the name says so.
-
-    A single line may be any small JSON file.
-    """
+def _json_lines(content: bytes) -> bool:
+    """Whether every one of the first lines is a JSON object or array. A single line may be any small JSON file."""
     lines = (line for line in io.BytesIO(content.removeprefix(codecs.BOM_UTF8)) if line.strip())
-    if path.suffix in (".jsonl", ".ndjson"):
-        return any(_is_record(line, (b"{", b"[", b'"')) for line in itertools.islice(lines, MORE_LINES))
-    first = list(itertools.islice(lines, LINES))
+    first = list(itertools.islice(lines, LOOKED_AT))
     return len(first) >= 2 and all(map(_is_record, first))
 
 
-def _is_record(line: bytes, starts: tuple[bytes, ...] = (b"{", b"[")) -> bool:
-    """Whether a line is a JSON object or array, or what else starts like this."""
-    if not line.lstrip().startswith(starts):
+def _is_record(line: bytes) -> bool:
+    """Whether a line is a JSON object or array."""
+    if not line.lstrip().startswith((b"{", b"[")):
         return False
     try:
         json.loads(line)

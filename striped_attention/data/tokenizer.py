@@ -1,11 +1,14 @@
-"""Tokenizer: a Hugging Face tokenizer.json, for long texts."""
+"""Tokenizer: a Hugging Face tokenizer.json, for long texts, and what the files beside it say of it."""
 
+import hashlib
+import json
 import pathlib
 from typing import Any
 
 from striped_attention.errors import UsageError
 
 ENDS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[SEP]")
+CONFIG = "tokenizer_config.json"
 
 
 def open_tokenizer(path: pathlib.Path) -> Any:
@@ -25,11 +28,57 @@ def open_tokenizer(path: pathlib.Path) -> Any:
     return tokenizer
 
 
-def end_token(tokenizer: Any) -> int | None:
-    """The token that ends a text, by its name."""
-    return next((token for token in map(tokenizer.token_to_id, ENDS) if token is not None), None)
+def end_token(tokenizer: Any, path: pathlib.Path | None = None) -> int | None:
+    """The token that ends a text: what the files beside a tokenizer.json say, or else one with a usual name."""
+    said = None if path is None else _said(path)
+    if said is None:
+        return next((token for token in map(tokenizer.token_to_id, ENDS) if token is not None), None)
+    where, token = said
+    number = tokenizer.token_to_id(token) if isinstance(token, str) else token
+    if number is None or tokenizer.id_to_token(number) is None:
+        raise UsageError(
+            f"{where} says that {token!r} ends a text, but {path} has no such token. Do both belong to one model?"
+        )
+    return number
+
+
+def _said(path: pathlib.Path) -> tuple[pathlib.Path, str | int] | None:
+    """The end of a text by the first file that names one, as a name or a number."""
+    for name, key in (
+        (CONFIG, "eos_token"),
+        ("generation_config.json", "eos_token_id"),
+        ("config.json", "eos_token_id"),
+    ):
+        beside = path.with_name(name)
+        found = read_beside(beside).get(key)
+        found = found[0] if isinstance(found, list) and found else found
+        found = found.get("content") if isinstance(found, dict) else found
+        if isinstance(found, str | int) and not isinstance(found, bool):
+            return beside, found
+    return None
+
+
+def read_beside(path: pathlib.Path) -> dict[str, Any]:
+    """What a JSON file beside a tokenizer.json says; nothing if there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{path} cannot be read ({error}). Download it again.") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{path} must hold a JSON object. Download it again.")
+    return found
 
 
 def tokens_of(tokenizer: Any) -> int:
     """The vocabulary that a tokenizer needs."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def tokenizer_hash(path: pathlib.Path) -> str:
+    """Tells tokenizers apart by what they say, however it is written down."""
+    open_tokenizer(path)
+    said = json.loads(path.read_bytes())
+    said = {key: value for key, value in said.items() if key not in ("truncation", "padding")}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()

@@ -22,7 +22,6 @@ from striped_attention.models.llama import Weights
 from striped_attention.runtime.mesh import make_mesh
 from striped_attention.runtime.record import metadata, write
 from striped_attention.training import arrays, trainer
-from striped_attention.training.config import is_tokens
 from striped_attention.training.source import Source, find
 from striped_attention.training.validation import HeldOut
 
@@ -87,13 +86,14 @@ class Run:
             for haystack in self.lengths:
                 self.haystacks.sequence(haystack, 0, 0)  # refuses one without room
         if config.only != "needle":
-            program = make_program(config, source.model, self.mesh, length, documents=corpus.end is not None)
+            program = make_program(config, source.model, self.mesh, length, documents=corpus.documents)
             self.held_out = HeldOut(program, corpus, config.sequences)
 
-    def _load(self) -> data.Corpus:
+    def _load(self) -> data.Data:
         config, source = self.config, self.source
-        tokenizer = None if is_tokens(config.data) else config.tokenizer or source.tokenizer
-        return data.load(config.data, tokenizer, config.end_token, source.model.vocabulary)
+        tokenizer = None if data.all_raw(config.data) else config.tokenizer or source.tokenizer
+        columns = data.Columns(config.text_column)
+        return data.load(config.data, tokenizer, config.end_token, source.model.vocabulary, columns, config.data_cache)
 
     def describe(self) -> dict[str, Any]:
         """What was measured on what, for the JSON."""

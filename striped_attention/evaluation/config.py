@@ -27,6 +27,11 @@ class EvaluateConfig:
     data: Path = None
     """Held-out text, and the haystack: in the forms that `striped train --data` takes. Default: the sources of Python's
     standard library."""
+    text_column: Text = None
+    """The column of JSON lines, Parquet and Arrow that holds the text. Default: text."""
+    data_cache: Path = None
+    """Folder for the tokens of --data, which are made once. Default: striped_attention/tokens in the user's cache
+    folder, $XDG_CACHE_HOME or ~/.cache."""
     tokenizer: Path = None
     """A Hugging Face tokenizer.json. Default: the model's own; bytes if it was trained on bytes."""
     end_token: Whole = None

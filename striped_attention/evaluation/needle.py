@@ -35,7 +35,7 @@ class Haystacks:
     """Makes sequences; the same for the same seed, length, depth and draw. Depths share haystacks, keys and values."""
 
     config: EvaluateConfig
-    corpus: data.Corpus
+    corpus: data.Data
     encoder: Bytes | Tokenizer
 
     def sequence(self, length: int, depth: int, draw: int) -> tuple[np.ndarray, int]:

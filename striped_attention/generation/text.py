@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-from striped_attention.data.corpus import BYTES
+from striped_attention.data import BYTES
 from striped_attention.data.tokenizer import end_token, open_tokenizer, tokens_of
 from striped_attention.errors import UsageError
 from striped_attention.training.source import Source
@@ -110,7 +110,7 @@ def load(source: Source, given: pathlib.Path | None) -> tuple[Bytes | Tokenizer,
     encoder: Bytes | Tokenizer = Bytes()
     if path is not None:
         tokenizer = open_tokenizer(path)
-        end = end_token(tokenizer)
+        end = end_token(tokenizer, path)
         encoder, needed, stop = (
             Tokenizer(tokenizer),
             tokens_of(tokenizer),

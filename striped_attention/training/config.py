@@ -12,12 +12,12 @@ import tyro
 import striped_attention as sa
 from striped_attention.core.layout import BASELINE, DEFAULT, Layout, LayoutName, has_stripes, named_layout
 from striped_attention.core.mask import Mask
-from striped_attention.data.corpus import TOKENS
+from striped_attention.data import Columns, Data, Named, all_raw, load
 from striped_attention.errors import UsageError
 from striped_attention.kernels.choice import choose_stripes
 from striped_attention.kernels.contract import Request, make_request
 from striped_attention.models.llama import PRESETS, ModelConfig
-from striped_attention.options import Number, Path, Text, Whole, check_at_least, check_shared
+from striped_attention.options import Number, Path, Sources, Text, Whole, check_at_least, check_shared
 from striped_attention.strategies.strategy import AUTO, Strategy, exchanged, parse_strategy, resolve
 from striped_attention.strategies.workload import adapted
 from striped_attention.training.rope import parse_scaling, scaled
@@ -80,9 +80,22 @@ class TrainConfig:
     seed: int = 0
     """For the first weights and the order of the data."""
 
-    data: Path = None
-    """A text file in UTF-8, a folder of them, or tokens as .npy or .bin (raw uint16, or uint32 for a vocabulary beyond
-    65536). Default: the sources of Python's standard library, as bytes."""
+    data: Sources = None
+    """Text in UTF-8, JSON lines, Parquet or Arrow (text and JSON lines also as .gz or .zst), a folder of files of one
+    of these kinds or of the library datasets, what striped tokenize wrote, or tokens as .npy or .bin (raw uint16, or
+    uint32 for a vocabulary beyond 65536). Several sources are mixed: with weights, like a=0.7 b=0.3, or by size.
+    Default: the sources of Python's standard library, as bytes."""
+    text_column: Text = None
+    """The column of JSON lines, Parquet and Arrow that holds the text. Default: text."""
+    loss_column: Text = None
+    """A column that says which parts of the text count in the loss: [[start, end], …], in characters, end excluded.
+    Default: all of it counts."""
+    chat_column: Text = None
+    """A column of conversations, [{"role": …, "content": …}, …], instead of text. The chat template beside --tokenizer
+    makes them text, and what the assistant says counts in the loss."""
+    data_cache: Path = None
+    """Folder for the tokens of --data, which are made once. Default: striped_attention/tokens in the user's cache
+    folder, $XDG_CACHE_HOME or ~/.cache."""
     tokenizer: Path = None
     """A Hugging Face tokenizer.json for text; a copy is kept in --checkpoint-dir. Default: that of --start-from, or
     bytes are tokens."""
@@ -176,6 +189,7 @@ class TrainConfig:
         at_least = dict.fromkeys(("sequence_length", "batch", "steps", "checkpoint_every", "keep", "chunk", "tile"), 1)
         at_least |= dict.fromkeys(("accumulate", "validate_every", "validation_sequences"), 1)
         check_at_least(self, at_least | dict.fromkeys(("learning_rate", "weight_decay"), 0))
+        assert self.columns  # which raises for columns that do not go together
         if self.warmup is not None and not 0 <= self.warmup < self.steps:
             raise UsageError(f"--warmup must be at least 0 and less than the {self.steps} steps; got {self.warmup}.")
         if not 0 < self.memory <= 1:
@@ -199,6 +213,11 @@ class TrainConfig:
                 )
 
     @property
+    def columns(self) -> Columns:
+        """What of a record is text, and what of it counts in the loss."""
+        return Columns(self.text_column, self.loss_column, self.chat_column)
+
+    @property
     def model(self) -> ModelConfig:
         """The preset with what was given instead of it; with --start-from the model that `start.look` has found."""
         if self.shape is not None:
@@ -213,9 +232,14 @@ class TrainConfig:
             raise UsageError(str(error)) from error
         return model if self.rope_scaling is None else scaled(model, self.rope_scaling, None)
 
-    def tokenizer_for(self, path: pathlib.Path | None) -> pathlib.Path | None:
+    def load(self, sources: Named) -> Data:
+        """What --data or --validation names."""
+        options = (self.tokenizer_for(sources), self.end_token, self.model.vocabulary, self.columns, self.data_cache)
+        return load(sources, *options)
+
+    def tokenizer_for(self, sources: Named) -> pathlib.Path | None:
         """The tokenizer for data: the one that was given, else the model's own where the data is text."""
-        return self.tokenizer or (None if is_tokens(path) else self.own_tokenizer)
+        return self.tokenizer or (None if all_raw(sources) else self.own_tokenizer)
 
     def make_layout(self, devices: int, documents: bool = True, platform: str | None = None) -> Layout:
         """The layout on that many devices of the sequence axis, for text with documents or without.
@@ -272,8 +296,3 @@ class TrainConfig:
         """All options as JSON can keep them."""
         options = {name: value for name, value in vars(self).items() if name not in ("shape", "own_tokenizer")}
         return {k: str(v) if isinstance(v, pathlib.Path) else v for k, v in options.items()}
-
-
-def is_tokens(path: pathlib.Path | None) -> bool:
-    """Whether data holds tokens already, so that no tokenizer has to make them."""
-    return path is not None and path.suffix in TOKENS

@@ -90,7 +90,7 @@ def begin(
         "versions": {"striped_attention": __version__, "jax": jax.__version__, "python": platform.python_version()},
     }
     try:
-        for name, path in (_tokenizer_files(config.tokenizer) | dict(files)).items():
+        for name, path in (tokenizer_files(config.tokenizer) | dict(files)).items():
             _keep(path, folder / name)
         write_whole(folder / "run.json", json.dumps([*runs, run], indent=2) + "\n")
     except OSError as error:
@@ -100,7 +100,7 @@ def begin(
         ) from error
 
 
-def _tokenizer_files(tokenizer: pathlib.Path | None) -> dict[str, pathlib.Path]:
+def tokenizer_files(tokenizer: pathlib.Path | None) -> dict[str, pathlib.Path]:
     """A tokenizer and what belongs to it, by the names that they have in the folder of a run."""
     if tokenizer is None:
         return {}

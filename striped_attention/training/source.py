@@ -13,7 +13,7 @@ import json
 import pathlib
 from typing import Any
 
-from striped_attention.data.corpus import TOKENS
+from striped_attention import data
 from striped_attention.errors import UsageError
 from striped_attention.huggingface import read_config
 from striped_attention.huggingface.config import IDS, read_json
@@ -95,7 +95,7 @@ class Source:
         if path is not None:
             return path
         options = self._options
-        if options is None or str(options.get("data")).endswith(TOKENS):
+        if options is None or data.has_raw(options.get("data")):
             raise NoTokenizer(f"{self.folder} has no {TOKENIZER}. Give one with --tokenizer.")
         used = options.get("tokenizer")
         if used is not None:

@@ -11,12 +11,13 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+from striped_attention.data import Named, need_tokenizer
 from striped_attention.data.tokenizer import open_tokenizer, tokens_of
 from striped_attention.errors import UsageError
 from striped_attention.huggingface.writing import BESIDE, GENERATION
 from striped_attention.models.llama import ModelConfig
 from striped_attention.training import arrays, rope
-from striped_attention.training.config import TrainConfig, is_tokens
+from striped_attention.training.config import TrainConfig
 from striped_attention.training.folder import TOKENIZER, read_record
 from striped_attention.training.source import NoTokenizer, Source, find
 
@@ -155,8 +156,8 @@ def _own_tokenizer(config: TrainConfig, source: Source) -> pathlib.Path | None:
     try:
         own = source.tokenizer
     except NoTokenizer as error:
-        paths = [config.data] if config.validation is None else [config.data, config.validation]
-        if not all(map(is_tokens, paths)):
+        given: list[Named] = [config.data] if config.validation is None else [config.data, config.validation]
+        if any(map(need_tokenizer, given)):
             raise UsageError(
                 f"--start-from {source.folder} has no {TOKENIZER}, so its tokens for text are not known. Give it with "
                 f"--tokenizer, or data as tokens."

@@ -39,26 +39,25 @@ def train(config: TrainConfig) -> State:
     sizes = mesh_sizes(config, jax.device_count())
     begin = start.look(config)
     config = begin.config
-    corpus = data.load(config.data, config.tokenizer_for(config.data), config.end_token, config.model.vocabulary)
-    data.read(corpus, 0, range(1), config.sequence_length, config.seed)
-    documents = corpus.end is not None
+    folder.check(config)
+    corpus = load_data(config)
+    config, begin = _with_tokenizer(config, begin, corpus)
+    documents = corpus.documents
     asked_for, room = config, memory.available(config)
     config = settle(config, sizes, documents, jax.default_backend(), jax.local_devices()[0].device_kind, room)
     config.make_strategy(sizes[AXES.sequence])  # refuses what cannot be
     kernel = choose(config, sizes, documents, jax.default_backend())
     program = Program(config, make_mesh(sizes), documents=documents)
     validation = held_out(program)
-    folder.check(config)
     main = jax.process_index() == 0
     with _Signals() as asked, _room(config, sizes), _checkpoints(config) as checkpoints:
         place, runs = _look(program, corpus, begin, checkpoints)
         wandb = None if config.wandb is None or not main else WandbRun(config)
         with Watch(place.step, config.steps, quiet=not main, wandb=wandb) as watch:
             watch.say(describe(program, corpus, kernel))
-            for line in begin.lines:
+            held = [] if validation is None else validation.corpus.notes(config.sequence_length)
+            for line in (*begin.lines, *corpus.notes(config.sequence_length), *held):
                 watch.say(line)
-            if corpus.warning is not None:
-                watch.say(f"Warning: {corpus.warning}")
             state = None
             if checkpoints is not None and place.step > 0:
                 state = checkpoints.restore(place.step, program.state)
@@ -77,6 +76,23 @@ def train(config: TrainConfig) -> State:
             return run.loop(state, checkpoints, asked)
 
 
+def load_data(config: TrainConfig) -> data.Data:
+    """What a run trains on. Raises UsageError for data that cannot be trained on."""
+    corpus = config.load(config.data)
+    data.read(corpus, 0, range(1), config.sequence_length, config.seed)
+    data.whole_rows(corpus, config.sequence_length)
+    return corpus
+
+
+def _with_tokenizer(config: TrainConfig, begin: start.Start, corpus: data.Data) -> tuple[TrainConfig, start.Start]:
+    """The same run, which keeps the tokenizer that its tokens came with, if it has no other."""
+    if config.tokenizer is not None or corpus.tokenizer is None:
+        return config, begin
+    files = {**folder.tokenizer_files(corpus.tokenizer), **begin.files}
+    config = dataclasses.replace(config, own_tokenizer=config.own_tokenizer or corpus.tokenizer)
+    return config, dataclasses.replace(begin, files=files)
+
+
 def _checkpoints(config: TrainConfig) -> contextlib.AbstractContextManager[Checkpoints | None]:
     """The run's checkpoints; None if none are kept."""
     return (
@@ -85,7 +101,7 @@ def _checkpoints(config: TrainConfig) -> contextlib.AbstractContextManager[Check
 
 
 def _look(
-    program: Program, corpus: data.Corpus, begin: start.Start, checkpoints: Checkpoints | None
+    program: Program, corpus: data.Data, begin: start.Start, checkpoints: Checkpoints | None
 ) -> tuple[Place, list[Any]]:
     """Where the run begins, and the record of the runs before it. Raises if its folder has no room or is damaged."""
     place, runs = _start(program.config, corpus, begin), []
@@ -98,7 +114,7 @@ def _look(
     return place, runs
 
 
-def _start(config: TrainConfig, corpus: data.Corpus, begin: start.Start) -> Place:
+def _start(config: TrainConfig, corpus: data.Data, begin: start.Start) -> Place:
     """Where a new run begins, and what it is a run of."""
     return Place(
         step=0,
@@ -160,7 +176,7 @@ def _room(config: TrainConfig, sizes: dict[str, int]) -> Iterator[None]:
         ) from error
 
 
-def describe(program: Program, corpus: data.Corpus, kernel: str) -> str:
+def describe(program: Program, corpus: data.Data, kernel: str) -> str:
     """A run in a line."""
     config, compute = program.config, program.compute
     axes = ", ".join(f"{name} {size}" for name, size in program.mesh.shape.items())
@@ -169,7 +185,7 @@ def describe(program: Program, corpus: data.Corpus, kernel: str) -> str:
         f"{config.model.parameters:,} parameters, {config.batch} × {config.sequence_length:,} tokens a step, "
         f"{compute.layout!r} on {program.mesh.size} {kind} device{'s' * (program.mesh.size > 1)} ({axes}), "
         f"{config.dtype}, strategy {config.strategy}, kernel {kernel}, remat {config.remat}, chunks of "
-        f"{compute.chunk:,} tokens; {corpus.source}, {len(corpus.tokens):,} tokens"
+        f"{compute.chunk:,} tokens; {corpus.source}, {corpus.size:,} tokens"
     )
 
 
@@ -177,7 +193,7 @@ class _Run:
     """One run of the loop, compiled."""
 
     def __init__(
-        self, program: Program, corpus: data.Corpus, watch: Watch, place: Place, validation: HeldOut | None
+        self, program: Program, corpus: data.Data, watch: Watch, place: Place, validation: HeldOut | None
     ) -> None:
         self.program, self.corpus, self.watch, self.place = program, corpus, watch, place
         self.validation = validation

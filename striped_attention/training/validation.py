@@ -22,14 +22,13 @@ def held_out(program: Program) -> "HeldOut | None":
     if config.validation is None:
         return None
     try:
-        tokenizer = config.tokenizer_for(config.validation)
-        corpus = data.load(config.validation, tokenizer, config.end_token, config.model.vocabulary)
+        corpus = config.load(config.validation)
         data.whole_rows(corpus, config.sequence_length)
     except UsageError as error:
         raise UsageError(str(error).replace("--data", "--validation")) from error
     # As much at a time as a step works on, which may be a part of a batch.
     part = dataclasses.replace(config, batch=config.batch // config.accumulate, accumulate=1)
-    own = dataclasses.replace(program, config=part, documents=corpus.end is not None)
+    own = dataclasses.replace(program, config=part, documents=corpus.documents)
     return HeldOut(own, corpus, config.validation_sequences or SEQUENCES)
 
 
@@ -38,7 +37,7 @@ class HeldOut:
     """The first `count` sequences of a corpus (all, if it has fewer), and the program that takes their losses."""
 
     program: Program
-    corpus: data.Corpus
+    corpus: data.Data
     count: int
 
     @property

@@ -1,0 +1,80 @@
+"""Build: tokenise a source into a store, with progress. One document at a time is in memory, or a few short ones."""
+
+import concurrent.futures
+import contextlib
+import pathlib
+import shutil
+from collections.abc import Generator, Mapping
+from types import MappingProxyType
+
+from striped_attention.data.columns import Document
+from striped_attention.data.counts import Counts
+from striped_attention.data.documents import documents
+from striped_attention.data.encoder import Encoder
+from striped_attention.data.files import Files
+from striped_attention.data.progress import Progress
+from striped_attention.data.store import Writer
+from striped_attention.errors import UsageError
+
+Kept = Mapping[str, pathlib.Path]
+Batches = Generator[list[Document], None, None]
+
+CHARACTERS, DOCUMENTS = 2**20, 2**12  # of a batch that is tokenised together, about
+
+
+def build(files: Files, encoder: Encoder, folder: pathlib.Path, kept: Kept = MappingProxyType({})) -> Counts:
+    """Tokenise files into `folder`, which appears when all of it is on disk. Copies of `kept` lie in it by name."""
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        if partial.exists():  # of a process that was killed
+            shutil.rmtree(partial)
+        partial.mkdir()
+        for name, path in kept.items():
+            shutil.copyfile(path, partial / name)
+        counts = _write(files, encoder, partial)
+        partial.rename(folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UsageError(
+            f"The tokens of {files.source} cannot be written to {folder.parent}: {error.strerror or error}. Make room, "
+            f"or choose another folder."
+        ) from error
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return counts
+
+
+def _write(files: Files, encoder: Encoder, folder: pathlib.Path) -> Counts:
+    counts = Counts()
+    with (
+        Progress(files) as progress,
+        Writer(folder, encoder) as writer,
+        contextlib.closing(_batches(files, encoder, counts, progress)) as batches,
+        concurrent.futures.ThreadPoolExecutor(1) as ahead,
+    ):
+        coming = ahead.submit(next, batches, None)
+        while (batch := coming.result()) is not None:
+            coming = ahead.submit(next, batches, None)
+            writer.add(encoder.encode(batch), counts)
+            progress.tokens = writer.tokens
+        counts.check(files.source)
+        writer.finish(files.source, counts)
+    return counts
+
+
+def _batches(files: Files, encoder: Encoder, counts: Counts, progress: Progress) -> Batches:
+    """Documents, as many as are tokenised together."""
+    batch: list[Document] = []
+    characters = 0
+    for file in files.files:
+        with progress.file(file) as say:
+            for document in documents(file, encoder.columns, encoder.template, counts, say):
+                batch.append(document)
+                characters += len(document.text)
+                if characters >= CHARACTERS or len(batch) >= DOCUMENTS:
+                    yield batch
+                    batch, characters = [], 0
+    if batch:
+        yield batch

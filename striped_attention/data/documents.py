@@ -1,0 +1,98 @@
+"""Documents: what the files of a source hold, one after the other. What cannot be used is counted."""
+
+import codecs
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from striped_attention.data.chat import ChatTemplate
+from striped_attention.data.columns import Bad, Columns, Document, check_columns, spans_of, text_of
+from striped_attention.data.content import HEAD, check_head, check_text
+from striped_attention.data.counts import Counts
+from striped_attention.data.files import LINES, TEXT, File
+from striped_attention.data.tables import Row, Rows, table_rows
+from striped_attention.data.unpack import opened
+from striped_attention.errors import UsageError
+
+LINES_AT_ONCE = 256
+
+
+def documents(
+    file: File, columns: Columns, template: ChatTemplate | None, counts: Counts, say: Callable[[float], None]
+) -> Iterator[Document]:
+    """The documents of a file that are not empty. `say` is told which share of the file was read."""
+    if file.kind == TEXT:
+        yield from _text(file, columns, counts)
+        return
+    rows, noun = (_json_lines(file), "line") if file.kind == LINES else (table_rows(file, columns), "row")
+    number, seen = 0, False
+    for share, some in rows:
+        for row in some:
+            number += 1
+            counts.rows += 1
+            if not (seen or isinstance(row, Bad)):
+                check_columns(list(row), columns, f"{file.path}, {noun} {number},")
+                seen = True
+            found = row if isinstance(row, Bad) else _document(row, columns, template)
+            if isinstance(found, Bad):
+                counts.note_bad(f"{file.path}, {noun} {number}", found.why)
+            elif found.text:
+                counts.documents += 1
+                yield found
+            else:
+                counts.empty += 1
+        say(share)
+
+
+def _text(file: File, columns: Columns, counts: Counts) -> Iterator[Document]:
+    """A file of text is one document, and all of it counts."""
+    if columns != Columns():
+        raise UsageError(
+            f"{columns.option} is for JSON lines, Parquet and Arrow, but {file.path} is text by its name. Leave it "
+            f"out, or give data that has columns."
+        )
+    with opened(file) as (stream, _):
+        content = stream.read()
+    check_text(file.path, content)
+    counts.rows += 1
+    if content:
+        counts.documents += 1
+        yield Document(content.decode())
+    else:
+        counts.empty += 1
+
+
+def _document(row: dict[str, Any], columns: Columns, template: ChatTemplate | None) -> Document | Bad:
+    """What a row holds."""
+    if missing := [name for name in columns.names if name not in row]:
+        return Bad(f"it has no {missing[0]!r}")
+    if template is not None:
+        return template.document(row[columns.main])
+    text = text_of(row[columns.main])
+    if isinstance(text, Bad) or columns.loss is None:
+        return text if isinstance(text, Bad) else Document(text)
+    spans = spans_of(row[columns.loss], text)
+    return spans if isinstance(spans, Bad) else Document(text, spans)
+
+
+def _json_lines(file: File) -> Rows:
+    """The records of JSON lines; blank lines are none."""
+    size = max(1, file.path.stat().st_size)
+    with opened(file) as (stream, position):
+        lines = iter(stream)
+        first = next(lines, b"")
+        check_head(file, first[:HEAD])
+        lines = itertools.chain([first.removeprefix(codecs.BOM_UTF8)], lines)
+        while some := list(itertools.islice(lines, LINES_AT_ONCE)):
+            yield min(1.0, position() / size), [_record(line) for line in some if line.strip()]
+
+
+def _record(line: bytes) -> Row:
+    try:
+        found = json.loads(line.decode())
+    except UnicodeDecodeError:
+        return Bad("it is not UTF-8")
+    except (ValueError, RecursionError):
+        return Bad("it is not JSON")
+    return found if isinstance(found, dict) else Bad("it is no JSON object")

@@ -1,0 +1,124 @@
+"""Files: which files a source consists of, and what they are. The name of a file says its kind; reading checks it.
+
+    .jsonl .ndjson               JSON lines, also packed; .json.gz and .json.zst too
+    .parquet                     Parquet
+    .arrow                       Arrow, as a file or a stream
+    .gz .zst                     packed text or JSON lines
+    everything else              text
+
+A folder holds files of one kind, or is what the library `datasets` writes.
+"""
+
+import json
+import os
+import pathlib
+import sysconfig
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from striped_attention.errors import UsageError
+
+TEXT, LINES, PARQUET, ARROW = "text", "JSON lines", "Parquet", "Arrow"
+KINDS = {".jsonl": LINES, ".ndjson": LINES, ".parquet": PARQUET, ".arrow": ARROW}
+PACKED = {".gz": "gzip", ".zst": "zstd"}
+TOKENS = (".npy", ".bin")
+
+
+class File(NamedTuple):
+    """A file, its kind, and how it is packed, if it is."""
+
+    path: pathlib.Path
+    kind: str
+    packed: str | None = None
+
+
+class Files(NamedTuple):
+    """All files of a source, in order, and its name for people."""
+
+    files: tuple[File, ...]
+    source: str
+
+
+def find_files(path: pathlib.Path) -> Files:
+    """The files of a path."""
+    if path.is_file():
+        return Files((_file(path),), str(path))
+    _refuse_splits(path)
+    found = tuple(map(_file, _of_datasets(path) or sorted(_walk(path))))
+    tokens = [file.path for file in found if file.path.suffix in TOKENS]
+    if tokens:
+        raise UsageError(f"{path} holds tokens ({tokens[0].name}); of those give one file, not a folder.")
+    kinds = {file.kind: file.path for file in reversed(found)}
+    if len(kinds) > 1:
+        examples = ", ".join(f"{kind} ({first.relative_to(path)})" for kind, first in sorted(kinds.items()))
+        raise UsageError(
+            f"{path} must hold files of one kind, but it holds {examples}. Give the folder, or the files, of one kind."
+        )
+    return Files(found, str(path))
+
+
+def standard_library() -> Files:
+    """The sources of Python's standard library."""
+    root = pathlib.Path(sysconfig.get_path("stdlib"))
+    others = ("site-packages", "test", "tests")  # tests are there to be odd: other encodings
+    own = tuple(File(path, TEXT) for path in sorted(_walk(root, others)) if path.suffix == ".py")
+    if not own:
+        raise UsageError(f"This Python keeps no sources of its standard library in {root}. Give a text with --data.")
+    return Files(own, "Python's standard library")
+
+
+def _file(path: pathlib.Path) -> File:
+    packed = PACKED.get(path.suffix)
+    inner = path.with_suffix("").suffix if packed else path.suffix
+    kind = LINES if packed and inner == ".json" else KINDS.get(inner, TEXT)
+    if packed and kind in (PARQUET, ARROW):
+        raise UsageError(f"{path} is {kind} inside of {packed}, which cannot be read in parts. Unpack it first.")
+    return File(path, kind, packed)
+
+
+def _walk(folder: pathlib.Path, without: tuple[str, ...] = ()) -> Iterator[pathlib.Path]:
+    """All files below a folder, but hidden ones."""
+    for root, folders, names in os.walk(folder, followlinks=False):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
+        yield from (path for name in names if not name.startswith(".") and (path := pathlib.Path(root, name)).is_file())
+
+
+def _refuse_splits(path: pathlib.Path) -> None:
+    listing = path / "dataset_dict.json"
+    if listing.is_file():
+        splits = _json(listing).get("splits")
+        names = ", ".join(map(str, splits)) if isinstance(splits, list) else "none"
+        first = splits[0] if isinstance(splits, list) and splits else "train"
+        raise UsageError(f"{path} holds several splits: {names}. Give one of them, like {path / str(first)}.")
+
+
+def _of_datasets(path: pathlib.Path) -> list[pathlib.Path]:
+    """The Arrow files of a folder that the library `datasets` wrote, in order; none of any other folder."""
+    state = path / "state.json"
+    if not state.is_file():
+        return sorted(path.glob("*.arrow")) if (path / "dataset_info.json").is_file() else []
+    said = _json(state)
+    if "_data_files" not in said:
+        return []
+    if said.get("_indices_data_files"):
+        raise UsageError(f"{path} is a selection of rows by an old version of datasets. Load it and save it again.")
+    try:
+        names = [pathlib.Path(entry["filename"]).name for entry in said["_data_files"]]
+    except (TypeError, KeyError) as error:
+        raise UsageError(f"{state} is damaged: its _data_files name no files. Save the dataset again.") from error
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing:
+        raise UsageError(f"{path} lacks {missing[0]}, which {state.name} names. Copy or save the dataset again.")
+    if not names:
+        raise UsageError(f"{path} is empty: {state.name} names no data. Save the dataset again.")
+    return [path / name for name in names]
+
+
+def _json(path: pathlib.Path) -> dict:
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise UsageError(f"{path} cannot be read ({error}). Save the dataset again.") from error
+    if not isinstance(found, dict):
+        raise UsageError(f"{path} must hold an object. Save the dataset again.")
+    return found

@@ -1,0 +1,187 @@
+"""Store: a folder with the tokens of a source, which the cache holds and `striped tokenize` writes.
+
+    tokens.bin    all tokens end to end, little-endian uint16, or uint32 where the tokenizer needs more
+    starts.bin    int64, the number of the token that begins each document
+    counted.bin   uint8, 1 where a token counts in the loss; only if some do not
+    checks.bin    uint32, the CRC-32 of every 1 MiB of these files, one file after the other
+    meta.json     what the rest is, and how it was made; written last
+
+It is written under another name, which is changed when all of it is on disk.
+"""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import zlib
+from typing import Any
+
+import numpy as np
+
+from striped_attention._version import __version__
+from striped_attention.data.corpus import Corpus
+from striped_attention.data.counts import Counts
+from striped_attention.data.encoder import Encoded, Encoder
+from striped_attention.errors import UsageError
+
+FORMAT = "striped_attention tokens 1"
+META, CHECKS = "meta.json", "checks.bin"
+DTYPES = {"starts.bin": "<i8", "counted.bin": "|u1"}
+BLOCK = 2**20
+LOOKS = 64  # blocks of a file that are checked when it is opened
+TOKENIZER = "tokenizer.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Meta:
+    """What a store says of itself. `tokenizer` is the hash of its tokenizer, None for bytes."""
+
+    source: str
+    end: int
+    vocabulary: int
+    dtype: str
+    tokenizer: str | None
+    counts: Counts
+    sizes: dict[str, int]
+    checks: str
+
+    def as_json(self) -> str:
+        said = {"format": FORMAT, "written_by": __version__, **dataclasses.asdict(self)}
+        return json.dumps(said, indent=2) + "\n"
+
+
+class _Checked:
+    """A file that is written from the front, and the CRC-32 of each of its blocks."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._file = path.open("wb")
+        self.sums: list[int] = []
+        self._crc = self.size = 0
+
+    def write(self, numbers: np.ndarray) -> None:
+        content = np.ascontiguousarray(numbers).view(np.uint8).data
+        self._file.write(content)
+        while len(content):
+            part = content[: BLOCK - self.size % BLOCK]
+            self._crc = zlib.crc32(part, self._crc)
+            self.size += len(part)
+            if self.size % BLOCK == 0:
+                self.sums.append(self._crc)
+                self._crc = 0
+            content = content[len(part) :]
+
+    def finish(self) -> list[int]:
+        """All sums, when everything is on disk."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return [*self.sums, self._crc] if self.size % BLOCK else self.sums
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Writer:
+    """Writes a store into a folder that exists and is empty."""
+
+    def __init__(self, folder: pathlib.Path, encoder: Encoder) -> None:
+        self._folder, self._encoder = folder, encoder
+        self.dtype = "<u2" if encoder.vocabulary <= 2**16 else "<u4"
+        names = ("tokens.bin", "starts.bin", "counted.bin") if encoder.weighs else ("tokens.bin", "starts.bin")
+        self._files = {name: _Checked(folder / name) for name in names}
+        self.tokens = 0
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for file in self._files.values():
+            file.close()
+
+    def add(self, documents: list[Encoded], counts: Counts) -> None:
+        """Documents, each with one token or more."""
+        sizes = [len(document.tokens) for document in documents]
+        ends = self.tokens + np.cumsum(sizes)
+        self._files["starts.bin"].write((ends - sizes).astype("<i8"))
+        self._files["tokens.bin"].write(np.concatenate([d.tokens for d in documents]).astype(self.dtype))
+        self.tokens = counts.tokens = int(ends[-1])
+        if not self._encoder.weighs:
+            counts.counted = self.tokens
+            return
+        counted = [np.ones(len(d.tokens), np.uint8) if d.counted is None else d.counted for d in documents]
+        self._files["counted.bin"].write(np.concatenate(counted))
+        counts.counted += sum(int(part.sum()) for part in counted)
+        counts.silent += sum(not part.any() for part in counted)
+
+    def finish(self, source: str, counts: Counts) -> None:
+        """Write what the files are."""
+        sums = np.array([sum_ for file in self._files.values() for sum_ in file.finish()], "<u4")
+        sums.tofile(self._folder / CHECKS)
+        encoder = self._encoder
+        meta = Meta(
+            *(source, encoder.end, encoder.vocabulary, self.dtype, encoder.identity, counts),
+            sizes={name: file.size for name, file in self._files.items()},
+            checks=hashlib.sha256(sums.tobytes()).hexdigest(),
+        )
+        (self._folder / META).write_text(meta.as_json())
+
+
+def is_store(path: pathlib.Path) -> bool:
+    """Whether a path is a folder of this kind, damaged or not."""
+    if not (path / META).is_file():
+        return False
+    return (path / CHECKS).exists() or b'"striped_attention tokens' in (path / META).read_bytes()[:100]
+
+
+def open_store(path: pathlib.Path) -> tuple[Corpus, Meta]:
+    """The corpus of a store, read where it lies. Raises for one that was cut short or changed."""
+    meta = _read_meta(path)
+    for name, size in meta.sizes.items():
+        there = (path / name).stat().st_size if (path / name).is_file() else None
+        if there != size:
+            raise _damaged(path, f"{name} has {'no' if there is None else f'{there:,}'} bytes, not {size:,}")
+    _check_blocks(path, meta)
+    dtypes = {**DTYPES, "tokens.bin": meta.dtype}
+    arrays = {name: np.memmap(path / name, dtypes[name], mode="r") for name in meta.sizes}
+    corpus = Corpus(
+        *(arrays["tokens.bin"], meta.end, meta.vocabulary, meta.source),
+        starts=arrays["starts.bin"],
+        counted=arrays.get("counted.bin"),
+        counts=meta.counts,
+        tokenizer=path / TOKENIZER if (path / TOKENIZER).is_file() else None,
+        made_with=meta.tokenizer or "bytes",
+    )
+    return corpus, meta
+
+
+def _read_meta(path: pathlib.Path) -> Meta:
+    try:
+        said = json.loads((path / META).read_bytes())
+        if said.pop("format") != FORMAT:
+            raise UsageError(f"{path} was written by another version of `striped tokenize`. Tokenise the source again.")
+        said.pop("written_by")
+        return Meta(**{**said, "counts": Counts(**said["counts"])})
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise _damaged(path, f"{META} cannot be read ({error})") from error
+
+
+def _check_blocks(path: pathlib.Path, meta: Meta) -> None:
+    """Compare checksums: all of them, or at many places of a large file."""
+    try:
+        sums = np.fromfile(path / CHECKS, "<u4")
+    except OSError as error:
+        raise _damaged(path, f"{CHECKS} cannot be read ({error.strerror})") from error
+    blocks = {name: -(-size // BLOCK) for name, size in meta.sizes.items()}
+    if len(sums) != sum(blocks.values()) or hashlib.sha256(sums.tobytes()).hexdigest() != meta.checks:
+        raise _damaged(path, f"{CHECKS} is not what was written")
+    for name, count in blocks.items():
+        mine, sums = sums[:count], sums[count:]
+        with (path / name).open("rb") as file:
+            for block in np.unique(np.linspace(0, count - 1, min(count, LOOKS)).astype(int)):
+                file.seek(int(block) * BLOCK)
+                if zlib.crc32(file.read(BLOCK)) != mine[block]:
+                    raise _damaged(path, f"{name} is not what was written, at byte {block * BLOCK:,} or after")
+
+
+def _damaged(path: pathlib.Path, why: str) -> UsageError:
+    return UsageError(f"{path} is damaged: {why}. Remove it and tokenise the source again.")

@@ -1,0 +1,95 @@
+"""Tables: Parquet, row group by row group, and Arrow, batch by batch; never a whole file in memory."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from striped_attention.data.columns import Bad, Columns, check_columns
+from striped_attention.data.content import HEAD, STREAM, check_head
+from striped_attention.data.files import PARQUET, File
+from striped_attention.data.unpack import damaged, pyarrow
+from striped_attention.errors import UsageError
+
+ROWS = 1024  # at a time
+STREAM_ENDS = STREAM + b"\0\0\0\0"
+
+Row = dict[str, Any] | Bad
+Rows = Iterator[tuple[float, list[Row]]]
+
+
+def table_rows(file: File, columns: Columns) -> Rows:
+    """Rows of a table, a few at a time, with the share of the file that was read."""
+    pa = pyarrow(f"{file.kind}, like {file.path},")
+    head = _head(file)
+    check_head(file, head)
+    try:
+        if file.kind == PARQUET:
+            yield from _parquet(file, columns)
+        elif head.startswith(STREAM):
+            yield from _stream(file, columns, pa)
+        else:
+            yield from _file(file, columns, pa)
+    except (pa.ArrowException, OSError) as error:
+        raise damaged(file, error) from error
+
+
+def _head(file: File) -> bytes:
+    """The first bytes of a file; raises for one that is empty, or an Arrow stream that was cut between two batches,
+    which would read like a whole one."""
+    try:
+        with file.path.open("rb") as raw:
+            head = raw.read(HEAD)
+            raw.seek(-min(len(head), len(STREAM_ENDS)), 2)
+            tail = raw.read()
+    except OSError as error:
+        raise UsageError(f"{file.path} cannot be read: {error.strerror}.") from error
+    if not head:
+        raise UsageError(f"{file.path} is empty, which no {file.kind} file is. Make or download it again.")
+    if file.kind != PARQUET and head.startswith(STREAM) and tail != STREAM_ENDS:
+        raise damaged(file, EOFError("it does not end as an Arrow stream does"))
+    return head
+
+
+def _parquet(file: File, columns: Columns) -> Rows:
+    import pyarrow.parquet
+
+    with pyarrow.parquet.ParquetFile(file.path, memory_map=True) as table:
+        check_columns(table.schema_arrow.names, columns, str(file.path))
+        done, total = 0, max(1, table.metadata.num_rows)
+        for batch in table.iter_batches(ROWS, columns=columns.names):
+            done += batch.num_rows
+            yield done / total, _rows(batch)
+
+
+def _file(file: File, columns: Columns, pa: Any) -> Rows:
+    with pa.memory_map(str(file.path)) as mapped, pa.ipc.open_file(mapped) as reader:
+        check_columns(reader.schema.names, columns, str(file.path))
+        for number in range(reader.num_record_batches):
+            share = (number + 1) / reader.num_record_batches
+            yield from _parts(reader.get_batch(number), columns, share)
+
+
+def _stream(file: File, columns: Columns, pa: Any) -> Rows:
+    with pa.memory_map(str(file.path)) as mapped, pa.ipc.open_stream(mapped) as reader:
+        check_columns(reader.schema.names, columns, str(file.path))
+        for batch in reader:
+            yield from _parts(batch, columns, mapped.tell() / mapped.size())
+
+
+def _parts(batch: Any, columns: Columns, share: float) -> Rows:
+    wanted = batch.select(columns.names)
+    for first in range(0, batch.num_rows, ROWS):
+        yield share, _rows(wanted.slice(first, ROWS))
+
+
+def _rows(batch: Any) -> list[Row]:
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError:  # of some row: find it
+        return [_row(batch.slice(i, 1)) for i in range(batch.num_rows)]
+
+
+def _row(batch: Any) -> Row:
+    try:
+        return batch.to_pylist()[0]
+    except UnicodeDecodeError:
+        return Bad("it is not UTF-8")

@@ -1,0 +1,52 @@
+"""Unpack: files as streams of bytes, whether packed or not, and pyarrow, which reads zstandard, Parquet and Arrow."""
+
+import contextlib
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any, BinaryIO
+
+from striped_attention.data.content import HEAD, check_head
+from striped_attention.data.files import File
+from striped_attention.errors import UsageError
+
+
+def pyarrow(why: str) -> Any:
+    """The package pyarrow, which comes with the extra `train`."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise UsageError(f"{why} needs the package pyarrow: pip install 'striped-attention[train]'.") from error
+    return pyarrow
+
+
+@contextlib.contextmanager
+def opened(file: File) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """What is in a file, and how far it was read, in bytes on disk. Only reading may happen inside."""
+    try:
+        with file.path.open("rb") as raw:
+            if file.packed is not None:
+                check_head(file, raw.read(HEAD), packed=True)
+                raw.seek(0)
+            yield _unpacked(file, raw), raw.tell
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise damaged(file, error) from error
+    except OSError as error:
+        if error.errno is None:  # pyarrow has no numbers for what it could not unpack
+            raise damaged(file, error) from error
+        raise UsageError(f"{file.path} cannot be read: {error.strerror}.") from error
+
+
+def _unpacked(file: File, raw: Any) -> Any:
+    if file.packed is None:
+        return raw
+    if file.packed == "gzip":
+        return io.BufferedReader(gzip.GzipFile(fileobj=raw))
+    return io.BufferedReader(pyarrow(str(file.path)).CompressedInputStream(raw, file.packed), 2**20)
+
+
+def damaged(file: File, error: Exception) -> UsageError:
+    """That a file ends too early, or was changed."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return UsageError(f"{file.path} is cut short or damaged ({text}). Make or download it again.")
