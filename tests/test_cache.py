@@ -252,6 +252,7 @@ def test_a_window_keeps_only_the_window():
         (dict(window=0), "window must be a whole number of at least 1; got 0"),
         (dict(layout="striped"), r"layout must be striped\(\), contiguous\(\) or zigzag\(\); got 'striped'"),
         (dict(axis_name="tokens"), "needs a jax.sharding.Mesh with the axis 'tokens'"),
+        (dict(axis_name=("node", "gpu")), r"needs a jax.sharding.Mesh with the axes \('node', 'gpu'\)"),
         (dict(spec=jax.P(None, None, None, None)), "spec must say how"),
     ],
 )

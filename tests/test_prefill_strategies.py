@@ -65,6 +65,19 @@ def test_strategies_by_name_beside_axes_for_batch_and_heads(strategy):
     assert_close(prefill_pieces(cache, arrays, [(11, 7), (5, 9)], strategy=strategy), truth(*arrays))
 
 
+@pytest.mark.parametrize("strategy", ["ring", sa.strategy(heads=2)], ids=str)
+def test_a_cache_over_two_mesh_axes(strategy):
+    """In another order than the mesh has them; prefill in two pieces, and the last token once more."""
+    where = dict(mesh=jax.make_mesh((2, 2), ("gpu", "node"), devices=jax.devices()[:4]), axis_name=("node", "gpu"))
+    cache = sa.KVCache.empty(BATCH, 16, 2, 8, layout=sa.striped(2), dtype="float32", **where)
+    assert cache.devices == 4
+    q, k, v = text(16)
+    wanted = truth(q, k, v)
+    assert_close(prefill_pieces(cache, (q, k, v), [(8, 8), (8, 8)], strategy=strategy), wanted)
+    last = jax.jit(sa.decode_attention)(q[:, -1:], cache.append(jnp.asarray(k), jnp.asarray(v)))
+    assert_close(last, wanted[:, -1:])
+
+
 def test_bfloat16_by_heads_is_as_good_as_plain_attention_in_bfloat16():
     arrays = text(16, dtype=jnp.bfloat16)
     found = prefill_pieces(empty(4, sa.striped(), dtype="bfloat16"), arrays, [(8, 8), (8, 8)], strategy="heads")

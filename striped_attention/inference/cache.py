@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from striped_attention.core.annotations import checks_itself
-from striped_attention.core.layout import Layout, check_layout, check_whole
+from striped_attention.core.layout import AxisName, Layout, check_layout, check_whole, count_devices
 from striped_attention.runtime.sharding import check_spec, mesh_for, reshard
 
 P = PartitionSpec
@@ -58,7 +58,7 @@ class KVCache:
         *,
         layout: Layout,
         mesh: Mesh,
-        axis_name: str,
+        axis_name: AxisName,
         spec: PartitionSpec | None = None,
         window: int | None = None,
         new: int = 1,
@@ -71,13 +71,15 @@ class KVCache:
         sizes = {"batch": batch, "capacity": capacity, "kv_heads": kv_heads, "dim": dim, "new": new}
         batch, capacity, kv_heads, dim, new = (check_whole(name, size) for name, size in sizes.items())
         check_layout(layout)
-        if not isinstance(mesh, Mesh) or axis_name not in mesh.axis_names:
-            raise ValueError(f"A cache needs a jax.sharding.Mesh with the axis {axis_name!r}; got {mesh!r}.")
+        names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        if not isinstance(mesh, Mesh) or not set(names) <= set(mesh.axis_names):
+            what = "axes" if len(names) > 1 else "axis"
+            raise ValueError(f"A cache needs a jax.sharding.Mesh with the {what} {axis_name!r}; got {mesh!r}.")
         mesh = mesh_for(mesh)
         spec = P(*((None, axis_name, None, None) if spec is None else spec))
         check_spec(spec, axis_name, mesh, batch, kv_heads)
         kept = capacity if window is None else min(capacity, check_whole("window", window) + new - 1)
-        room = layout.padded_length(kept, mesh.shape[axis_name])
+        room = layout.padded_length(kept, count_devices(None, mesh, axis_name))
         array = lambda dtype, spec, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731
         entry = array(jnp.dtype(dtype), _heads_first(spec), batch, kv_heads, room, dim)
         return cls(entry, entry, array(jnp.int32, P(spec[0]), batch), layout, mesh, spec, room, window, kept < capacity)
@@ -93,7 +95,7 @@ class KVCache:
         *,
         layout: Layout,
         mesh: Mesh,
-        axis_name: str,
+        axis_name: AxisName,
         spec: PartitionSpec | None = None,
         window: int | None = None,
         new: int = 1,
@@ -120,13 +122,13 @@ class KVCache:
         return jnp.ones_like(self.lengths, bool) if self.wraps else self.lengths <= self.capacity
 
     @property
-    def axis_name(self) -> str:
+    def axis_name(self) -> AxisName:
         return self.spec[1]
 
     @property
     def devices(self) -> int:
         """How many devices share a text."""
-        return self.mesh.shape[self.axis_name]
+        return count_devices(None, self.mesh, self.axis_name)
 
     @property
     def specs(self) -> "KVCache":

@@ -131,11 +131,14 @@ def _gathered(tiles: Counts, gather: int) -> Int[np.ndarray, "devices groups"]:
     The keys that a row of tiles sees are as many, but lie together: their ends are rounded to tiles once, not on each.
     """
     devices = len(tiles)
-    device, step = np.indices(tiles.shape)
     groups = devices // gather
-    back = (device // gather - (device - step) % devices // gather) % groups
+    if groups == 1:
+        return tiles.sum(axis=1, keepdims=True, dtype=tiles.dtype)
     found = np.zeros((devices, groups), tiles.dtype)
-    np.add.at(found, (device, back), tiles)
+    for member in range(gather):
+        # Of a group's member, the keys from j places back lie (gather - 1 - member + j) // gather groups back.
+        aligned = np.roll(tiles[member::gather], gather - 1 - member, axis=1)
+        found[member::gather] = aligned.reshape(groups, groups, gather).sum(axis=2)
     return found
 
 
