@@ -63,6 +63,11 @@ def words(text):
     return {word for word in text.split() if word[0] not in "━╸╺"}
 
 
+def test_a_wish_to_stop_is_acknowledged(display):
+    display.stopping = lambda: "SIGINT"
+    assert "SIGINT: stops after this step." in shown(display, 100)
+
+
 def test_what_is_not_known_is_not_shown():
     display = Display(0, 10, clock=lambda: 0.0)
     assert "waiting for the first step: 0:00" in shown(display, 100)

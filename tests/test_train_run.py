@@ -8,12 +8,14 @@ import gzip
 import json
 import os
 import pathlib
+import re
 import shutil
 import struct
 import sys
 import tempfile
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -398,6 +400,65 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
     shutil.rmtree(half / "4")
     train(config(half, steps=4, resume=True))
     assert np.isfinite(losses(half)[-1])
+
+
+@pytest.mark.usefixtures("straight")  # whose program it changes
+def test_a_step_that_is_no_number_names_its_batch(tmp_path, monkeypatch):
+    """One token has an embedding that is infinite, and it occurs in one row of the data."""
+    once, tokens = trainer.Program, np.arange(20 * 64 + 1) % 50
+    tokens[13 * 64 + 5] = 60
+    np.save(tmp_path / "x.npy", tokens)
+
+    def broken(config, mesh, documents):
+        program = once(config, mesh, documents)
+        fresh = program.fresh
+
+        def infinite(key):
+            state = fresh(key)
+            embedding = state.weights["embedding"].at[60].set(jnp.inf)
+            return state._replace(weights={**state.weights, "embedding": embedding})
+
+        vars(program)["fresh"] = infinite
+        return program
+
+    monkeypatch.setattr(trainer, "Program", broken)
+    with pytest.raises(Diverged, match=r"is not finite.*Its batch: row .*There is no good checkpoint") as caught:
+        train(config(data=(str(tmp_path / "x.npy"),), end_token=49, steps=5))
+    step = int(re.search(r"of step (\d)", str(caught.value))[1])
+    rows = re.findall(rf"row (\d+) of {tmp_path}/x.npy in pass 1: tokens ([\d,]+) to", str(caught.value))
+    assert len(rows) == 4
+    assert ("13", "832") in rows
+    order = np.random.default_rng([0, 0]).permutation(20)
+    assert [int(row) for row, _ in rows] == order[4 * step - 4 : 4 * step].tolist()
+
+
+@pytest.mark.usefixtures("straight")
+def test_a_slow_step_names_its_batch(monkeypatch, capsys):
+    """The clock stands still, but for 30 seconds in step 15."""
+    once, now = trainer.Program, [0.0]
+
+    def slow(config, mesh, documents):
+        program = once(config, mesh, documents)
+        step = program.compiled
+
+        def slower(state, inputs):
+            now[0] += 30 if int(state.step) == 14 else 0.25
+            return step(state, inputs)
+
+        slower.memory_analysis = step.memory_analysis
+        vars(program)["compiled"] = slower
+        return program
+
+    monkeypatch.setattr(trainer, "Program", slow)
+    monkeypatch.setattr(trainer.time, "perf_counter", lambda: now[0])
+    train(config(steps=17))
+    said = [line for line in capsys.readouterr().out.splitlines() if "Slow" in line]
+    assert len(said) == 1
+    assert re.match(
+        r"Slow: step 15 took 30 s, 120.0 times the median of 0.25 s. Its batch: "
+        r"row \d+ of .*test_train_run.py in pass \d: tokens \S+ to .*; row ",
+        said[0],
+    )
 
 
 def test_a_run_interrupted_before_its_first_checkpoint_starts_again(half):

@@ -25,6 +25,7 @@ From tokens to batches:
 corpus      all tokens of a source, and where its documents begin
 mixture     several corpora, with weights
 batch       rows: shuffled for training, in order for validation
+places      where rows lie in their sources, in words
 """
 
 from striped_attention.data.batch import Batch as Batch
@@ -37,6 +38,7 @@ from striped_attention.data.columns import Columns as Columns
 from striped_attention.data.corpus import Corpus as Corpus
 from striped_attention.data.encoder import BYTES as BYTES
 from striped_attention.data.mixture import Mixture as Mixture
+from striped_attention.data.places import describe_rows as describe_rows
 from striped_attention.data.sources import Named as Named
 from striped_attention.data.sources import all_raw as all_raw
 from striped_attention.data.sources import check as check

@@ -35,6 +35,7 @@ class Display:
         self.step, self.steps, self._clock = first, steps, clock
         self.checkpoint: int | None = None  # the step of the last one
         self.memory_limit: int | None = None  # bytes that JAX may take of a device
+        self.stopping: Callable[[], str | None] = lambda: None  # the signal that asked to stop, if one did
         self._metrics: dict[str, Any] = {}
         self._validation: tuple[int, float] | None = None  # step and loss
         self._sum = self._weight = 0.0
@@ -62,11 +63,15 @@ class Display:
         return None if self._each is None else self._each * (self.steps - self.step)
 
     def __rich_console__(self, _: rich.console.Console, options: rich.console.ConsoleOptions) -> Any:
-        narrow = options.max_width < TWO_COLUMNS
         yield self._head(options.max_width)
-        if not self._metrics:
+        if self._metrics:
+            yield self._table(options.max_width < TWO_COLUMNS)
+        else:
             yield rich.text.Text(f"waiting for the first step: {duration(self._clock() - self._begun)}")
-            return
+        if (signal := self.stopping()) is not None:
+            yield rich.text.Text(f"{signal}: stops after this step. A second one ends it at once, without saving.")
+
+    def _table(self, narrow: bool) -> rich.table.Table:
         left, right = self._learning(), self._machine()
         table = rich.table.Table.grid(padding=(0, 2, 0, 0))
         table.add_column(min_width=13)
@@ -77,7 +82,7 @@ class Display:
         else:
             for (name, value), (other, beside) in itertools.zip_longest(left, right, fillvalue=("", "")):
                 table.add_row(_name(name), value, _name(other), beside)
-        yield table
+        return table
 
     def _head(self, width: int) -> Any:
         text = f"{self.step:,} of {self.steps:,} steps"

@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ from striped_attention.runtime.mesh import make_mesh
 from striped_attention.training import arrays, folder, memory, start
 from striped_attention.training.checkpoint import Checkpoints, Place
 from striped_attention.training.config import TrainConfig
+from striped_attention.training.pace import Pace
 from striped_attention.training.settle import settle
 from striped_attention.training.step import Inputs, Program, State
 from striped_attention.training.validation import EVERY, HeldOut, held_out
@@ -54,6 +55,7 @@ def train(config: TrainConfig) -> State:
         place, runs = _look(program, corpus, begin, checkpoints)
         wandb = None if config.wandb is None or not main else WandbRun(config)
         with Watch(place.step, config.steps, quiet=not main, wandb=wandb) as watch:
+            watch.display.stopping = lambda: asked.name
             watch.say(describe(program, corpus, kernel))
             held = [] if validation is None else validation.corpus.notes(config.sequence_length)
             for line in (*begin.lines, *corpus.notes(config.sequence_length), *held):
@@ -200,6 +202,7 @@ class _Run:
         self.config = program.config
         self.checkpoints: Checkpoints | None = None
         self.profiling = self.profiled = False
+        self.pace = Pace()
         peak = peak_flops(program.mesh.devices.flat[0].device_kind)
         self.peak = None if peak is None else peak * program.mesh.size
         self.step = program.compiled
@@ -218,14 +221,17 @@ class _Run:
                 self._profile(done)
                 begun = time.perf_counter()
                 batch, pairs = inputs.result()
+                waited = time.perf_counter() - begun
                 rows = self.place.rows + config.batch
                 inputs = ahead.submit(self._inputs, rows)
                 state, metrics = self.step(state, batch._replace(stop=self.program.flags(asked.stop)))
                 metrics = jax.tree.map(float, jax.device_get(metrics))
                 stop = metrics.pop("stop") > 0
-                self._check(step, metrics)
+                self._check(step, metrics, self._batch_text)
+                seconds = time.perf_counter() - begun
+                self._remark(step, seconds, waited)
                 self.place = dataclasses.replace(self.place, step=step, rows=rows)
-                self.watch.step(self._measured(step, metrics, time.perf_counter() - begun, pairs))
+                self.watch.step(self._measured(step, metrics, seconds, pairs))
                 if not stop:
                     self._validate(step, state)
                 if checkpoints is not None and (stop or step == config.steps or step % config.checkpoint_every == 0):
@@ -251,8 +257,19 @@ class _Run:
         self._check(step, {"validation_loss": losses.loss})
         self.watch.validation(step, losses)
 
-    def _check(self, step: int, metrics: dict[str, float]) -> None:
-        """Stop before a broken state is saved."""
+    def _batch_text(self) -> str:
+        """Where the batch of the step that comes after `place` lies in the data."""
+        config = self.config
+        rows = range(config.batch)
+        return data.describe_rows(self.corpus, self.place.rows, rows, config.sequence_length, config.seed)
+
+    def _remark(self, step: int, seconds: float, waited: float) -> None:
+        """Say so if a step was slow, and what its batch was."""
+        if (text := self.pace.remark(step, seconds, waited)) is not None:
+            self.watch.say(f"{text}. Its batch: {self._batch_text()}.")
+
+    def _check(self, step: int, metrics: dict[str, float], batch: Callable[[], str] | None = None) -> None:
+        """Stop before a broken state is saved. `batch` says where a step's batch lies in the data."""
         broken = [name for name, value in metrics.items() if not math.isfinite(value)]
         if not broken:
             return
@@ -264,8 +281,9 @@ class _Run:
             last = f"The last good checkpoint is step {good[-1]}'s" if good else last
             if step - 1 in self.checkpoints.steps():
                 last += f" (move {self.checkpoints.folder / str(step - 1)} away: its weights led here)"
+        what, its_batch = " and ".join(broken).replace("_", " "), "" if batch is None else f" Its batch: {batch()}."
         raise Diverged(
-            f"{' and '.join(broken).replace('_', ' ')} of step {step} is not finite ({metrics[broken[0]]}). {last}. "
+            f"{what} of step {step} is not finite ({metrics[broken[0]]}).{its_batch} {last}. "
             f"Try a smaller --learning-rate or --clip, a longer --warmup, or --dtype float32 if precision is the cause."
         )
 

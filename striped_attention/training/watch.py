@@ -47,6 +47,7 @@ class Watch:
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         if self._live is not None:
+            self.display.stopping = lambda: None  # it has stopped
             self._live.stop()
         for kept in (self._file, self._tensorboard):
             with contextlib.suppress(OSError):  # every step was flushed, and one that could not be was told
