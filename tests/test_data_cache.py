@@ -222,6 +222,7 @@ def test_tokens_of_another_tokenizer_or_model_are_refused(made, tmp_path):
         (["x.jsonl", "--output", "made"], "--output made is not empty"),
         (["made", "--output", "new"], "made holds tokens already. Give it to striped train"),
         (["nothing", "--output", "new"], "nothing does not exist"),
+        (["--output", "new"], "striped tokenize needs a source"),
         (["x.jsonl", "--output", "new", "--text-column", "body"], "has no column 'body'; its columns are id, text"),
         (["x.jsonl", "--output", "x.jsonl/new"], "cannot be written to x.jsonl: File exists"),
     ],

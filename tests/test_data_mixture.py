@@ -105,11 +105,12 @@ def test_a_path_may_contain_an_equals_sign(tmp_path, monkeypatch):
     [
         (["x.txt=0", "x.txt=1"], "must be above 0; got --data x.txt=0"),
         (["x.txt=-1", "x.txt=1"], "must be above 0"),
-        (["x.txt=0.5", "x.txt"], "a weight for every source or for none, but x.txt has none"),
+        (["x.txt=0.5", "y.txt"], "a weight for every source or for none, but y.txt has none"),
         (["x.txt=half", "x.txt=1"], "a weight for every source or for none, but x.txt=half has none"),
         (["x.txt=nan"], "--data x.txt=nan does not exist"),
         (["nothing=1"], "--data nothing does not exist"),
         ([], "--data needs a path"),
+        (["x.txt=1", "x.txt=2"], "--data names x.txt twice"),
     ],
 )
 def test_sources_that_make_no_mixture_get_one_clear_line(tmp_path, monkeypatch, sources, message):

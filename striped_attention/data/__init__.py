@@ -1,4 +1,4 @@
-"""Data: sources in, batches out. A batch is a pure function of a seed and a place, so a run resumes anywhere.
+"""Data: sources in, batches out. A batch is a pure function of a seed and a place, so no loader has a state to save.
 
 What a source is:
 sources     what --data names, and how it becomes a corpus

@@ -17,6 +17,8 @@ from striped_attention.errors import UsageError
 from striped_attention.huggingface.writing import BESIDE
 from striped_attention.options import Path, Text
 
+SEVERAL = tyro.conf.arg(metavar="SOURCE ...", help_behavior_hint="(required)")
+
 
 @dataclasses.dataclass(frozen=True)
 class TokenizeConfig:
@@ -25,7 +27,11 @@ class TokenizeConfig:
     `striped train` tokenises what it is given too, into a cache; this does it on another machine, or for several runs.
     """
 
-    sources: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE ...")]
+    sources: Annotated[
+        tuple[pathlib.Path, ...],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="SOURCE ...", help_behavior_hint="(required)"),
+    ]
     """Text in UTF-8, JSON lines, Parquet, Arrow, or folders of them. Several follow each other; to mix them with
     weights, tokenise each on its own."""
     output: Annotated[pathlib.Path, tyro.conf.arg(metavar="PATH")]
@@ -45,6 +51,8 @@ def tokenize(config: TokenizeConfig) -> None:
     encoder = make_encoder(config.tokenizer, Columns(config.text_column, config.loss_column, config.chat_column))
     if config.output.exists() and not (config.output.is_dir() and not any(config.output.iterdir())):
         raise UsageError(f"--output {config.output} is not empty. Choose a new folder.")
+    if not config.sources:
+        raise UsageError("striped tokenize needs a source: text, JSON lines, Parquet, Arrow, or a folder of files.")
     files = _files(config.sources)
     kept = {}
     if config.tokenizer is not None:

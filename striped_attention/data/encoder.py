@@ -14,6 +14,7 @@ from striped_attention.data.columns import NO_COLUMNS, Columns, Document
 from striped_attention.data.tokenizer import ENDS, end_token, open_tokenizer, tokenizer_hash, tokens_of
 from striped_attention.errors import UsageError
 
+BYTES_HASH = "bytes"  # stands where tokenizers have the hash of their files
 BYTES = 256  # values of a byte; the token that closes a document comes after them
 
 

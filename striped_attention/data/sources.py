@@ -19,7 +19,7 @@ from striped_attention.data import cache, raw, store
 from striped_attention.data.batch import Data
 from striped_attention.data.columns import NO_COLUMNS, Columns
 from striped_attention.data.corpus import Corpus
-from striped_attention.data.encoder import make_encoder
+from striped_attention.data.encoder import BYTES_HASH, make_encoder
 from striped_attention.data.files import find_files, standard_library
 from striped_attention.data.mixture import Mixture
 from striped_attention.data.tokenizer import tokenizer_hash
@@ -42,6 +42,9 @@ def parse(sources: Named) -> list[Source]:
     found = [_parse(str(text)) for text in ([sources] if isinstance(sources, str | pathlib.Path) else sources)]
     if not found:
         raise UsageError("--data needs a path. Leave it out to train on Python's standard library.")
+    twice = [source.path for i, source in enumerate(found) if source.path in [other.path for other in found[:i]]]
+    if twice:
+        raise UsageError(f"--data names {twice[0]} twice. Name it once; weights add up.")
     bare = [source.path for source in found if source.weight is None]
     if 0 < len(bare) < len(found):
         raise UsageError(
@@ -94,27 +97,39 @@ def load(
     check(sources, None, vocabulary)
     given = parse(sources)
     _check_used([_kind(source.path) for source in given], tokenizer, end, columns)
-    parts = []
-    for source in given:
-        path, kind = source.path, _kind(source.path)
-        if path is not None and kind == "raw":
-            parts.append(raw.load(path, end, vocabulary))
-        elif path is not None and kind == "store":
-            parts.append(_stored(path, tokenizer, vocabulary))
-        else:
-            encoder = make_encoder(tokenizer, columns)
-            encoder.check(vocabulary)
+    paths = [source.path for source in given]
+    corpora = {path: _made_before(path, tokenizer, end, vocabulary) for path in paths if _kind(path) != "text"}
+    texts = [path for path in paths if path not in corpora]
+    made = [(corpus.made_with, corpus.source) for corpus in corpora.values() if corpus.made_with is not None]
+    if texts:
+        encoder = make_encoder(tokenizer, columns)
+        encoder.check(vocabulary)
+        _check_one_tokenizer([*made, (encoder.identity or BYTES_HASH, str(texts[0] or "Python's standard library"))])
+        for path in texts:
             files = standard_library() if path is None else find_files(path)
             corpus = cache.open_or_build(files, encoder, cache_folder)
-            parts.append(dataclasses.replace(corpus, vocabulary=vocabulary))
-    if len(parts) == 1:
-        return parts[0]
-    made = {part.made_with: part.source for part in parts if part.made_with is not None}
-    if len(made) > 1:
-        one, other = list(made.values())[:2]
-        raise UsageError(f"All sources must have one tokenizer, but {one} and {other} have two. Tokenise one again.")
-    weights = [Fraction(part.size) if s.weight is None else s.weight for part, s in zip(parts, given, strict=True)]
-    return Mixture(tuple(parts), tuple(weights))
+            corpora[path] = dataclasses.replace(corpus, vocabulary=vocabulary)
+    _check_one_tokenizer(made)
+    parts = tuple(corpora[path] for path in paths)
+    weights = (Fraction(part.size) if s.weight is None else s.weight for part, s in zip(parts, given, strict=True))
+    return parts[0] if len(parts) == 1 else Mixture(parts, tuple(weights))
+
+
+def _made_before(path: pathlib.Path | None, tokenizer: pathlib.Path | None, end: int | None, vocabulary: int) -> Corpus:
+    """A source that holds tokens already."""
+    assert path is not None, "the standard library is text"
+    return raw.load(path, end, vocabulary) if _kind(path) == "raw" else _stored(path, tokenizer, vocabulary)
+
+
+def _check_one_tokenizer(made: list[tuple[str, str]]) -> None:
+    """Raise if two sources, by name, have tokens of different kinds, as far as that is known."""
+    names = dict(made)
+    if len(names) > 1:
+        one, other, *_ = names.values()
+        raise UsageError(
+            f"All sources must have one tokenizer, but {one} and {other} have two. Give that of tokens which were made "
+            f"before with --tokenizer, or tokenise them again."
+        )
 
 
 def need_tokenizer(sources: Named) -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 from striped_attention._version import __version__
 from striped_attention.data.corpus import Corpus
 from striped_attention.data.counts import Counts
-from striped_attention.data.encoder import Encoded, Encoder
+from striped_attention.data.encoder import BYTES_HASH, Encoded, Encoder
 from striped_attention.errors import UsageError
 
 FORMAT = "striped_attention tokens 1"
@@ -149,7 +149,7 @@ def open_store(path: pathlib.Path) -> tuple[Corpus, Meta]:
         counted=arrays.get("counted.bin"),
         counts=meta.counts,
         tokenizer=path / TOKENIZER if (path / TOKENIZER).is_file() else None,
-        made_with=meta.tokenizer or "bytes",
+        made_with=meta.tokenizer or BYTES_HASH,
     )
     return corpus, meta
 
