@@ -15,7 +15,7 @@ from striped_attention.data.tables import Row, Rows, table_rows
 from striped_attention.data.unpack import opened
 from striped_attention.errors import UsageError
 
-LINES_AT_ONCE = 256
+LINES_AT_ONCE = 64
 
 
 def documents(

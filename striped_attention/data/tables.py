@@ -9,7 +9,7 @@ from striped_attention.data.files import PARQUET, File
 from striped_attention.data.unpack import damaged, pyarrow
 from striped_attention.errors import UsageError
 
-ROWS = 1024  # at a time
+ROWS = 128  # at a time: documents may be long
 STREAM_ENDS = STREAM + b"\0\0\0\0"
 
 Row = dict[str, Any] | Bad
