@@ -36,11 +36,14 @@ class BenchConfig:
     program is the real one for that many GPUs, only the interconnect is missing, and what transfers would take is
     planned beside it. overlap: which transfers of these programs are hidden behind attention; nothing is run. step:
     whole training steps as the members of a ring would run them. masks and tiles, with --platform gpu: the kernel xla,
-    which does what cudnn cannot. decode, with --platform gpu: prefill and decoding.
+    which does what cudnn cannot. decode, with --platform gpu: prefill and decoding. trainers: `striped train` against a
+    plain PyTorch trainer; needs torch.
     """
 
     suite: tyro.conf.Positional[
-        Literal["layouts", "tiles", "masks", "overhead", "scale", "decode", "peers", "gpu", "overlap", "step"]
+        Literal[
+            "layouts", "tiles", "masks", "overhead", "scale", "decode", "peers", "gpu", "overlap", "step", "trainers"
+        ]
     ]
     """What to measure."""
     members: Numbers = None
@@ -48,7 +51,7 @@ class BenchConfig:
     overhead and step, 1 2 4 8 for decode, up to 4096 for scale."""
     lengths: Numbers = None
     """Tokens of the whole sequence. Default: up to 16384 on CPUs, 16777216 for scale; on GPUs 65536 262144 524288
-    786432 1048576, for step 65536 262144."""
+    786432 1048576, for step 65536 262144, for trainers 32768."""
     layouts: Texts = None
     """Like striped(1) striped(256) zigzag; on CPUs contiguous always is timed beside them. Default: for layouts stripes
     of 1 16 64 256 512, and zigzag; fewer for others; for gpu contiguous striped(1) zigzag."""
@@ -64,8 +67,8 @@ class BenchConfig:
     """gpu and step: attention kernels, of cudnn, hopper and xla. What a kernel cannot do is left out of gpu, and says
     why. Default: cudnn."""
     text: Annotated[Literal["documents", "whole"] | None, tyro.conf.arg(help_behavior_hint="")] = None
-    """step: whether sequences are packed with documents, of about 1800 tokens, or each is one text; cudnn knows no
-    documents. Default: whole."""
+    """step and trainers: whether sequences are packed with documents, of about 1800 tokens, or each is one text; cudnn
+    knows no documents. Default: whole."""
     platform: Annotated[Literal["cpu", "gpu"] | None, tyro.conf.arg(help_behavior_hint="")] = None
     """masks and tiles: what runs the kernel xla; decode: what runs the model. A GPU is given more heads, in bfloat16,
     and longer sequences. Default: cpu."""
@@ -76,14 +79,15 @@ class BenchConfig:
     hardware: Texts = None
     """scale: what is planned for, as in `striped plan`. Default: h100 v5p."""
     rounds: Whole = None
-    """Runs of everything, of which medians are taken. Default: 3; for peers 7."""
+    """Runs of everything, of which medians are taken. Default: 3; for peers 7, for
+    trainers 10."""
     peers: Texts = None
     """peers: whom to compare with. Default: ringattention plain-jax ring-attention-pytorch torch-sdpa."""
     heads: Texts = None
     """gpu, overlap, decode: query heads : key heads, of 128 each. Default: 16:16 32:8."""
     presets: Presets = None
-    """step, overhead, scale and decode: shapes of the model, as in `striped train`. Default: 1b; for scale all but
-    debug; for decode debug, on a GPU llama3-8b."""
+    """step, trainers, overhead, scale, decode: shapes of the model, as in `striped train`. Default: 1b; for scale all
+    but debug; for decode debug, on a GPU llama3-8b."""
     chunk: Whole = None
     """step: tokens that the feed-forward layers and the loss take at a time; decode: of a prompt, in a prefill step.
     Default: for step as training chooses by the GPU's memory, for decode 8192."""
