@@ -1,8 +1,11 @@
 """`striped evaluate`: needles where they should be, answers that greedy decoding would give, clear errors."""
 
 import json
+import os
 import pathlib
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +24,7 @@ from striped_attention.runtime.mesh import make_mesh
 from tests.test_engine import SMALL, TEXT, dense_scores, engine_of, greedy, weights_of
 from tests.test_huggingface import LENGTH, TOKENS, original, save, their_scores
 
+ROOT = pathlib.Path(__file__).parent.parent
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 CORPUS = data.Corpus(
     np.append(np.frombuffer((ALPHABET * 120).encode(), np.uint8), 256).astype(np.int32), 256, 257, "it"
@@ -154,3 +158,27 @@ def test_what_cannot_be_evaluated_is_told(tmp_path, capsys):
         code, out, error = evaluate(capsys, *options)
         assert (code, out, error.count("\n")) == (2, "", 1)
         assert message in error
+
+
+def test_a_model_that_went_on_with_long_documents_beats_its_short_self_on_far_positions(tmp_path):
+    """examples/recall.py, compiled as users compile it: with the tests' flags it would take longer."""
+    program = [sys.executable, str(ROOT / "examples" / "recall.py"), str(tmp_path)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run(program, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    short, long = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("short", "long"))
+    losses = [[one["loss"] for one in found["perplexity"]["by_position"]] for found in (short, long)]
+    (short_near, *short_far), (long_near, *long_far) = losses
+    assert abs(short_near - long_near) < 0.3
+    assert min(short_far) > max(long_far) + 0.4
+    assert max(long_far) < long_near + 0.2, "as good far away as nearby"
+    assert needles(short, 128) > 0.7 > 0.3 > needles(short, 1024)
+    assert needles(long, 1024) > 0.7
+    validations = [json.loads(line) for line in (tmp_path / "long" / "metrics.jsonl").read_text().splitlines()]
+    assert validations[-1]["validation"]["by_position"][-1]["loss"] == pytest.approx(long_far[-1], rel=1e-4)
+
+
+def needles(found, length):
+    """The share of needles that were found in haystacks of this length."""
+    cells = [cell for cell in found["needle"]["cells"] if cell["length"] == length]
+    return sum(cell["correct"] for cell in cells) / sum(cell["draws"] for cell in cells)
