@@ -111,9 +111,8 @@ class Run:
 
     def finish(self) -> None:
         """Train to the last step."""
-        begun, before = time.monotonic(), self.steps_logged()
-        process = self.start()
-        wait_for(lambda: self.steps_logged() > before, process)
+        begun, process = time.monotonic(), self.start()
+        wait_for(lambda: self.steps_logged() > 0 or process.poll() is not None)
         self.starting = time.monotonic() - begun
         out, _ = process.communicate(timeout=DEADLINE)
         if process.returncode:
