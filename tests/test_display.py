@@ -125,3 +125,12 @@ def test_a_log_gets_whole_lines_and_a_terminal_the_display(monkeypatch):
         terminal.say("said above it")
     assert "said above it" in terminal.console.file.getvalue()
     assert "1 of 1 steps" in terminal.console.file.getvalue()
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    with Watch(0, 1, quiet=False) as watch:
+        watch.console.file = io.StringIO()
+        watch.step(metrics(1))
+    assert watch.console.file.getvalue() == "step 1/1 · loss 3.9900 · 34,133 tokens/s\n"

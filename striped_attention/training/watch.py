@@ -31,14 +31,14 @@ class Watch:
 
     def __init__(self, first: int, steps: int, quiet: bool, wandb: WandbRun | None = None) -> None:
         self.console = rich.console.Console(quiet=quiet, highlight=False, markup=False)
-        self.console.soft_wrap = not self.console.is_terminal  # a log keeps its lines whole
+        live = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.console.soft_wrap = not live  # a log keeps its lines whole
         self._first, self._steps, self._last_line = first, steps, 0.0
         self._folder: pathlib.Path | None = None
         self._file = self._tensorboard = None
         self._wandb = wandb
         self.display = Display(first, steps)
-        shown = self.console.is_terminal and not quiet
-        self._live = rich.live.Live(self.display, console=self.console) if shown else None
+        self._live = rich.live.Live(self.display, console=self.console) if live and not quiet else None
 
     def __enter__(self) -> "Watch":
         if self._live is not None:
