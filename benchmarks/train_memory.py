@@ -80,7 +80,8 @@ def main() -> int:
     there = jax.devices() if arguments.topology is None else describe(arguments.topology)
     if arguments.topology is not None:
         counts = [len(there)]
-    document = record.metadata("train_memory", {"options": options, "lengths": arguments.lengths, "devices": counts})
+    name = "train_memory" if arguments.topology is None else "compiled_memory"
+    document = record.metadata(name, {"options": options, "lengths": arguments.lengths, "devices": counts})
     document["device"] = there[0].device_kind
     found = {}
     for length in arguments.lengths:
