@@ -22,6 +22,7 @@ Path = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="PATH", help_behavio
 Numbers = Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="INT ...", help_behavior_hint="")]
 Texts = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="TEXT ...", help_behavior_hint="")]
 
+Paths = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="PATH ...", help_behavior_hint="")]
 Sources = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="PATH[=WEIGHT] ...", help_behavior_hint="")]
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}

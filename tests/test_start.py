@@ -283,7 +283,7 @@ def test_every_kind_of_folder_gives_the_same_start(hub, tokens, tmp_path):
 def test_the_models_own_tokenizer_makes_tokens_of_text(hub, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text("the cat and the other " * 200)
-    train(config(text, tmp_path / "run", end_token=None, start_from=hub, learning_rate=0.0, validation=text))
+    train(config(text, tmp_path / "run", end_token=None, start_from=hub, learning_rate=0.0, validation=(str(text),)))
     assert f"Starts from {hub}: rope theta 10,000, no rope scaling" in capsys.readouterr().out
     (run,) = json.loads((tmp_path / "run" / "run.json").read_text())
     assert run["options"]["start_from"] == str(hub)

@@ -176,7 +176,7 @@ def test_resume_onto_another_mesh_and_layout(straight, half):
     np.testing.assert_allclose(losses(half), losses(straight[0]), rtol=1e-5)
 
 
-VALIDATION = dict(validation=pathlib.Path(watch.__file__), validate_every=4, validation_sequences=6)
+VALIDATION = dict(validation=(watch.__file__,), validate_every=4, validation_sequences=6)
 
 
 @pytest.fixture(scope="module")
@@ -222,9 +222,10 @@ def test_a_resumed_run_has_every_validation_once(validated, tmp_path, capsys):
 
 @pytest.mark.usefixtures("_never_compile")
 def test_held_out_data_that_cannot_be_is_told_before_compiling(tmp_path):
-    refuse("--validation nowhere does not exist", validation=pathlib.Path("nowhere"))
+    refuse("--validation nowhere does not exist", validation=("nowhere",))
+    refuse("--validation takes no weights, but .*watch.py has one", validation=(f"{watch.__file__}=0.5",))
     (tmp_path / "short.txt").write_text("short")
-    refuse("short.txt holds 6 tokens, too few.*with --validation", validation=tmp_path / "short.txt")
+    refuse("short.txt holds 6 tokens, too few.*with --validation", validation=(str(tmp_path / "short.txt"),))
     refuse("--validate-every needs --validation", validate_every=3)
 
 

@@ -37,8 +37,9 @@ def plain_losses(run, weights, sequences):
     length, weights = run.config.sequence_length, jax.device_get(weights)
     starts = np.array(range_starts(length))
     sums = np.zeros((3, len(starts)))
-    for row in range(sequences):
-        batch = data.rows_in_order(CORPUS, row, 1, length)
+    rows = data.whole_rows(CORPUS, length)
+    for number in range(sequences):
+        batch = data.rows_in_order(CORPUS, number * rows // sequences, 1, length)
         visible = sa.documents(batch.segments).dense(length)
         context = visible.sum(axis=-1) - 1  # the tokens before it that it sees
         for i in range(len(starts)):

@@ -23,7 +23,7 @@ from striped_attention.runtime.mesh import make_mesh
 from striped_attention.runtime.record import metadata, write
 from striped_attention.training import arrays, trainer
 from striped_attention.training.source import Source, find
-from striped_attention.training.validation import HeldOut
+from striped_attention.training.validation import HeldOut, check_unweighted
 
 
 def evaluate(config: EvaluateConfig) -> None:
@@ -91,6 +91,7 @@ class Run:
 
     def _load(self) -> data.Data:
         config, source = self.config, self.source
+        check_unweighted("--data", config.data)
         tokenizer = None if data.all_raw(config.data) else config.tokenizer or source.tokenizer
         columns = data.Columns(config.text_column)
         return data.load(config.data, tokenizer, config.end_token, source.model.vocabulary, columns, config.data_cache)

@@ -8,7 +8,7 @@ import tyro
 
 from striped_attention.core.layout import DEFAULT, LayoutName
 from striped_attention.errors import UsageError
-from striped_attention.options import Numbers, Path, Text, Whole, check_at_least, check_shared
+from striped_attention.options import Numbers, Path, Paths, Text, Whole, check_at_least, check_shared
 from striped_attention.strategies.strategy import AUTO
 
 Folder = Annotated[pathlib.Path, tyro.conf.arg(metavar="PATH")]
@@ -24,9 +24,9 @@ class EvaluateConfig:
 
     model: Folder
     """Folder of a run of `striped train`, of what `striped import` wrote, or of a Hugging Face model."""
-    data: Path = None
-    """Held-out text, and the haystack: in the forms that `striped train --data` takes. Default: the sources of Python's
-    standard library."""
+    data: Paths = None
+    """Held-out text, and the haystack: one or more sources in the forms that `striped train --data` takes. Default: the
+    sources of Python's standard library."""
     text_column: Text = None
     """The column of JSON lines, Parquet and Arrow that holds the text. Default: text."""
     data_cache: Path = None
@@ -45,7 +45,7 @@ class EvaluateConfig:
     sequence_length: Whole = None
     """Tokens of one sequence. Default: what the model was trained for."""
     sequences: int = 32
-    """How many sequences of --data the perplexity is taken over, from its beginning; all if there are fewer."""
+    """How many sequences of --data the perplexity is taken over, spread evenly over it; all if there are fewer."""
 
     lengths: Numbers = None
     """Lengths of the haystacks, question and answer included, in tokens. Default: an eighth, a quarter, half and all of

@@ -17,7 +17,7 @@ from striped_attention.errors import UsageError
 from striped_attention.kernels.choice import choose_stripes
 from striped_attention.kernels.contract import Request, make_request
 from striped_attention.models.llama import PRESETS, ModelConfig
-from striped_attention.options import Number, Path, Sources, Text, Whole, check_at_least, check_shared
+from striped_attention.options import Number, Path, Paths, Sources, Text, Whole, check_at_least, check_shared
 from striped_attention.strategies.strategy import AUTO, Strategy, exchanged, parse_strategy, resolve
 from striped_attention.strategies.workload import adapted
 from striped_attention.training.rope import parse_scaling, scaled
@@ -102,13 +102,14 @@ class TrainConfig:
     end_token: Whole = None
     """The token that ends a document in .npy and .bin data. Without it all of it counts as one document."""
 
-    validation: Path = None
-    """Held-out data in the forms that --data takes. Its loss, overall and by position, is taken before the first step,
-    every --validate-every steps and after the last one. Default: no validation."""
+    validation: Paths = None
+    """Held-out data, one or more sources in the forms that --data takes. Its loss, overall and by position, is taken
+    before the first step, every --validate-every steps and after the last one. Default: no validation."""
     validate_every: Whole = None
     """Steps between validations. Default: 100."""
     validation_sequences: Whole = None
-    """How many sequences of the held-out data are read, from its beginning. Default: 32, or all if there are fewer."""
+    """How many sequences of the held-out data are read, spread evenly over it. Default: 32, or all if there are
+    fewer."""
 
     checkpoint_dir: Path = None
     """Folder of the run: checkpoints, its record run.json, metrics.jsonl, TensorBoard's files. Default: none kept."""

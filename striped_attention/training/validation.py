@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from striped_attention import data
+from striped_attention.data.sources import Named, parse
 from striped_attention.errors import UsageError
 from striped_attention.runtime.compiler import compiler_options
 from striped_attention.training.loss_by_position import Losses, Sums, loss_sums
@@ -22,6 +23,7 @@ def held_out(program: Program) -> "HeldOut | None":
     if config.validation is None:
         return None
     try:
+        check_unweighted("--validation", config.validation)
         corpus = config.load(config.validation)
         data.whole_rows(corpus, config.sequence_length)
     except UsageError as error:
@@ -32,9 +34,16 @@ def held_out(program: Program) -> "HeldOut | None":
     return HeldOut(own, corpus, config.validation_sequences or SEQUENCES)
 
 
+def check_unweighted(flag: str, sources: Named) -> None:
+    """Raise if one of several sources has a weight: held-out sequences all count alike."""
+    weighted = [source.path for source in parse(sources) if source.weight is not None]
+    if weighted:
+        raise UsageError(f"{flag} takes no weights, but {weighted[0]} has one. Leave it out: sequences count alike.")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeldOut:
-    """The first `count` sequences of a corpus (all, if it has fewer), and the program that takes their losses."""
+    """`count` sequences, spread evenly over a corpus (or all of it), and the program that takes their losses."""
 
     program: Program
     corpus: data.Data
@@ -42,7 +51,11 @@ class HeldOut:
 
     @property
     def sequences(self) -> int:
-        return min(self.count, data.whole_rows(self.corpus, self.program.config.sequence_length))
+        return min(self.count, self._rows)
+
+    @functools.cached_property
+    def _rows(self) -> int:
+        return data.whole_rows(self.corpus, self.program.config.sequence_length)
 
     @property
     def batches(self) -> int:
@@ -75,7 +88,9 @@ class HeldOut:
     def _inputs(self, number: int) -> Inputs:
         """A batch on the mesh. What is missing in the last one is filled with sequences that do not count."""
         config, rows = self.program.config, self.program.rows
-        first = number * config.batch + rows.start
-        batch = data.rows_in_order(self.corpus, first, len(rows), config.sequence_length)
-        counts = (np.arange(first, first + len(rows)) < self.sequences)[:, None]
+        numbers = np.arange(number * config.batch + rows.start, number * config.batch + rows.stop)
+        places = (numbers * self._rows // self.sequences).tolist()
+        read = [data.rows_in_order(self.corpus, place, 1, config.sequence_length) for place in places]
+        batch = data.Batch(*(np.concatenate(arrays) for arrays in zip(*read, strict=True)))
+        counts = (numbers < self.sequences)[:, None]
         return self.program.place(batch._replace(weights=np.where(counts, batch.weights, np.float32(0))))
