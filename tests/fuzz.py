@@ -25,11 +25,11 @@ from tests.compare import Shape, assert_exact, factorings, random_mask
 def random_program(seed: int) -> tuple[Shape, int, Layout, Mask, Strategy]:
     """Shape with options, devices, layout, the part of the mask that is known while tracing, and the strategy."""
     rng = np.random.default_rng(seed)
-    kv_heads = int(rng.choice([1, 2, 3]))
+    kv_heads = int(rng.choice([1, 2, 3, 5]))
     shape = Shape(
         batch=int(rng.choice([1, 2, 3])),
         length=int(rng.integers(1, 80)),
-        heads=kv_heads * int(rng.choice([1, 2, 4])),
+        heads=kv_heads * int(rng.choice([1, 2, 4, 6, 8])),
         kv_heads=kv_heads,
         dim=int(rng.choice([4, 8, 16])),
         dtype=str(rng.choice(["float32", "float32", "float32", "bfloat16"])),
@@ -40,7 +40,7 @@ def random_program(seed: int) -> tuple[Shape, int, Layout, Mask, Strategy]:
         sinks=bool(rng.random() < 0.3),
     )
     layouts = [sa.contiguous(), sa.zigzag(), sa.striped(), sa.striped(int(rng.integers(2, 20)))]
-    devices = int(rng.choice([1, 2, 3, 4, 5, 8]))
+    devices = int(rng.choice([1, 2, 3, 4, 5, 6, 8]))
     masks = [
         sa.full(),
         sa.full(),

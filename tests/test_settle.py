@@ -10,6 +10,7 @@ from striped_attention.errors import UsageError
 from striped_attention.kernels.cudnn import binding
 from striped_attention.models.llama import PRESETS
 from striped_attention.planning.cost import estimate
+from striped_attention.strategies.strategy import candidates
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.settle import settle
 
@@ -91,6 +92,13 @@ def test_auto_plans_for_the_dtype_and_the_kernels_of_the_run(monkeypatch, caplog
             settled(dataclasses.replace(RUN, **options), 8, documents=False)
         seconds.append(float(caplog.text.split("heads=8 ")[-1].split(" s")[0]))
     assert min(seconds[1:]) > 2 * seconds[0]
+
+
+def test_the_log_names_strategies_that_do_not_fit(caplog):
+    with caplog.at_level("INFO", "striped_attention"):
+        settle(RUN, {"data": 1, "sequence": 8}, False, "gpu", "NVIDIA H200", available=1e9)
+    assert "ring " in caplog.text
+    assert caplog.text.count("(does not fit in memory)") == len(candidates(8, 32, 8))
 
 
 def test_costs_are_of_what_runs_under_a_window(monkeypatch):

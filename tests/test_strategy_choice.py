@@ -15,9 +15,10 @@ from striped_attention.kernels.contract import make_request
 from striped_attention.kernels.cudnn import binding
 from striped_attention.runtime.hardware import HARDWARE
 from striped_attention.runtime.sharding import fast_neighbours
-from striped_attention.strategies.choice import choose_strategy
+from striped_attention.strategies.choice import choose_strategy, fastest_that_fits
 from striped_attention.strategies.hops import make_rings
 from striped_attention.strategies.strategy import RING, candidates
+from striped_attention.strategies.timeline import LATENCY, passes
 from striped_attention.strategies.workload import adapted, messages_of
 from tests.compare import FLOAT32_TOLERANCE, Shape, mesh_of, random_segments
 from tests.test_ring import hops
@@ -41,13 +42,41 @@ def asked(devices, tokens, *, layout=None, mask=None, heads=(32, 8), kind="NVIDI
         (asked(16, 8192, layout=sa.zigzag()), sa.strategy(heads=8)),
         (asked(64, 16_384, layout=sa.contiguous(), mask=sa.sliding_window(4096)), RING),
         (asked(8, 65_536, heads=(1, 1)), RING),
+        (asked(16, 49_152, layout=sa.striped(128), platform="tpu", kind="TPU v4"), RING),
     ],
-    ids=["one", "8 GPUs", "16 GPUs", "two nodes", "window", "one head"],
+    ids=["one", "8 GPUs", "16 GPUs", "two nodes", "window", "one head", "16 v4"],
 )
 def test_what_auto_takes(request_, wanted, monkeypatch):
     """Plain causal masks on GPUs that have cuDNN: heads within a node where there are heads to share."""
     monkeypatch.setattr(binding, "EMULATED", True)
     assert choose_strategy("auto", request_) == wanted
+
+
+def test_a_simpler_strategy_is_taken_where_others_are_hardly_faster():
+    seconds, memory = {"ring": 1.009, "heads": 1.0, "gather": 0.98}, {"ring": 2, "heads": 1, "gather": 3}
+
+    def taken(usable):
+        return fastest_that_fits(list(seconds), seconds.__getitem__, memory.__getitem__, usable)
+
+    assert [taken(usable) for usable in (3.0, 2.0, 1.0, 0.0)] == ["gather", "ring", "heads", "heads"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "heads", "mixed"),
+    [(16, 32, sa.strategy(heads=8, gather=2)), (8, 6, sa.strategy(heads=2, gather=4))],
+    ids=str,
+)
+def test_heads_that_not_all_devices_can_share_go_with_gathered_keys(devices, heads, mixed):
+    assert mixed in candidates(devices, heads, 8)
+    assert len(candidates(4096, 32, 8)) <= 9
+
+
+def test_trades_between_nodes_are_slow_for_the_part_that_leaves_them():
+    """Of 16 devices on two nodes, 8 of the 15 others are far. Both exchanges of a pass have a latency."""
+    (found,) = (one for one in sa.plan(16, 65_536, strategies=["heads"]).strategies if one.strategy.heads == 16)
+    sent, hardware = found.workload.messages.trade, HARDWARE["h100"]
+    forward, _ = passes(found.workload, found.chosen, found.tiles, found.needed)
+    assert forward.exposed == pytest.approx(sent * 8 / 15 / hardware.far_wire + 2 * LATENCY)
 
 
 def test_auto_takes_what_fits(monkeypatch, caplog):
@@ -81,11 +110,11 @@ def test_attention_by_default_is_exact_and_says_what_it_took(caplog):
         ({"sequence": 16}, "sequence", 8),
         ({"data": 4, "sequence": 16, "model": 2}, "sequence", 4),
         ({"node": 4, "gpu": 4}, ("node", "gpu"), 4),
-        ({"node": 4, "gpu": 16}, ("node", "gpu"), 8),
+        ({"node": 4, "gpu": 16}, ("node", "gpu"), 16),
         ({"data": 2, "sequence": 4}, "sequence", 8),
         ({"sequence": 2, "model": 4}, "sequence", 8),
-        ({"node": 2, "gpu": 4}, ("node", "gpu"), 8),
-        ({"node": 4, "gpu": 2}, ("node", "gpu"), 8),
+        ({"node": 2, "gpu": 4}, ("node", "gpu"), 4),
+        ({"node": 4, "gpu": 2}, ("node", "gpu"), 2),
     ],
     ids=str,
 )
@@ -94,6 +123,7 @@ def test_neighbours_with_a_fast_interconnect_come_from_the_mesh(sizes, axis, nei
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
     with jax.sharding.use_abstract_mesh(mesh):
         assert fast_neighbours(axis, "gpu", "NVIDIA H200") == neighbours
+        assert fast_neighbours(axis, "tpu", "TPU v5p") == 8960  # a pod has room for all of them
 
 
 def test_under_vmap_with_an_axis_name():

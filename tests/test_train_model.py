@@ -119,7 +119,7 @@ def test_control_run_every_layout_and_mesh_has_the_same_loss_curve(devices, layo
     assert losses[-5:].mean() < losses[:5].mean() - 0.3, "it learns"
 
 
-@pytest.mark.parametrize("strategy", ["heads", "gather", "heads=2", "inner=2"])
+@pytest.mark.parametrize("strategy", ["heads", "gather", "heads=2", "inner=2", "heads=2,gather=2"])
 def test_control_run_every_strategy_has_the_same_loss_curve(strategy):
     losses = curve(program((1, 4 if "=" in strategy else 2), strategy=strategy, learning_rate=3e-3))
     np.testing.assert_allclose(losses, control(), rtol=1e-4)

@@ -119,7 +119,7 @@ def plan(
       model: a name in `striped_attention.models.llama.PRESETS`, or a shape of your own.
       layouts: what to compare; contiguous always is. Default: stripes of 1, 256 and 1024, and zigzag.
       strategies: what to compare a ring with, as `attention` takes it. Default: heads or keys shared among all devices,
-        and among those that a fast interconnect joins. For each the best of the layouts is kept.
+        and among those that a fast interconnect joins, or both together. For each the best of the layouts is kept.
       batch: sequences of a step, each of them spread over all devices.
       kernel: `auto` is the fastest that can do what a layout needs.
       remat: what is kept for the backward pass: none (nothing is computed twice), qkv, attention or full (everything

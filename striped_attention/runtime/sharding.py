@@ -72,10 +72,13 @@ def fast_neighbours(axis_name: str | tuple[str, ...], platform: str, kind: str) 
     """How many consecutive devices of a mesh axis share a fast interconnect, in the mesh of the program being traced.
 
     As many as a node or pod has room for, if consecutive devices of the mesh fill it: axes after this one take their
-    share. Of several axes only the last one is fast, unless all of the mesh has room in a node.
+    share. Of several axes the last one is a node of GPUs, whatever its size; on TPUs it alone is fast if not all of the
+    mesh has room in a pod.
     """
     sizes, group = dict(jax.sharding.get_abstract_mesh().shape), hardware_of(platform, kind).group
     names = _names(axis_name)
+    if platform == "gpu" and len(names) > 1:
+        return sizes[names[-1]]
     if math.prod(sizes.values()) <= group:
         return group
     order = list(sizes)

@@ -25,6 +25,7 @@ from striped_attention.strategies.workload import Workload, adapted
 
 Option = TypeVar("Option")
 AFFORDABLE = 2**25  # devices × tokens that are counted block by block where rows of tiles are not enough
+CLOSE = 0.01  # a difference in time that is no reason to leave a simpler strategy
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,9 +169,15 @@ def choose_strategy(
 def fastest_that_fits(
     options: list[Option], seconds: Callable[[Option], float], memory: Callable[[Option], int], usable: float
 ) -> Option:
-    """The fastest of those that fit in a device's memory; if none does, what needs least of it."""
+    """The fastest of those that fit in a device's memory; if none does, what needs least of it.
+
+    Options come with the simplest one first, and it is taken where others are planned to be hardly faster.
+    """
     fitting = [one for one in options if memory(one) <= usable]
-    return min(fitting, key=seconds) if fitting else min(options, key=memory)
+    if not fitting:
+        return min(options, key=memory)
+    least = min(map(seconds, fitting))
+    return next(one for one in fitting if seconds(one) <= (1 + CLOSE) * least)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -116,12 +116,14 @@ def resolve(asked: Any, devices: int, heads: int | None = None) -> Strategy:
 def candidates(devices: int, heads: int, group: int) -> list[Strategy]:
     """Strategies worth comparing, the ring first: heads or keys among all devices, or among those of a fast `group`.
 
-    Where a ring leaves that group, also double rings.
+    Where a ring leaves that group, also double rings. Heads within the group also go with keys gathered among the rest
+    of it, and of all devices.
     """
     near = math.gcd(devices, group)
     shared = math.gcd(near, heads)
     found = [RING, Strategy(heads=math.gcd(devices, heads)), Strategy(heads=shared)]
     found += [Strategy(gather=devices), Strategy(gather=near)]
+    found += [Strategy(heads=shared, gather=near // shared), Strategy(heads=shared, gather=devices // shared)]
     if near < devices:
         found += [Strategy(inner=near), Strategy(heads=shared, inner=near // shared)]
     return list(dict.fromkeys(found))

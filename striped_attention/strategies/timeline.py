@@ -97,6 +97,15 @@ def tile_flops(workload: Workload, tile: tuple[int, int]) -> int:
     return 4 * area * request.heads * request.dim * (request.batch // workload.mask.rows)
 
 
+def _trade_seconds(workload: Workload) -> float:
+    """How long a pass trades tokens for heads, and back: two exchanges, over all links at once."""
+    hardware, messages = workload.hardware, workload.messages
+    if workload.strategy.heads == 1:
+        return 0.0
+    _, far = messages.slow(hardware.group)
+    return max((messages.trade - far) / hardware.wire, far / hardware.far_wire) + 2 * LATENCY
+
+
 def passes(workload: Workload, chosen: Choice, tiles: Counts, needed: np.ndarray) -> tuple[Pass, Pass]:
     """The two passes of a layer's attention, with the kernel that was chosen, over the steps that are needed."""
     hardware, rates, messages, strategy = workload.hardware, chosen.rates, workload.messages, workload.strategy
@@ -112,7 +121,7 @@ def passes(workload: Workload, chosen: Choice, tiles: Counts, needed: np.ndarray
 
     again = 2 if workload.again else 1
     more = FLOAT32 / messages.width  # gradients of keys and values are float32
-    trade = messages.trade / workload.wire_of(strategy.heads) + (LATENCY if strategy.heads > 1 else 0.0)
+    trade = _trade_seconds(workload)
     # Gathered keys of a step, in bytes that take the ring's interconnect as long. Those of the first group of heads
     # have nothing to overlap with, and backward the sums of the last. XLA for TPUs overlaps none of it, and makes a sum
     # an all-reduce, twice the bytes (docs/tpu.md).

@@ -62,7 +62,11 @@ def settle(
         raise UsageError(f"--strategy auto: no strategy can be taken. {' '.join(reasons)}")
     memory = lambda one: estimate(one[0], sizes).total_memory  # noqa: E731
     run, best = fastest_that_fits(able, lambda one: one[1].step_seconds, memory, available)
-    seconds = ", ".join(f"{choice.strategy} {choice.step_seconds:.3g} s" for _, choice in able)
+    seconds = ", ".join(
+        f"{one[1].strategy} {one[1].step_seconds:.3g} s"
+        f"{'' if memory(one) <= available else ' (does not fit in memory)'}"
+        for one in able
+    )
     logging.getLogger("striped_attention").info(
         "strategy='auto' takes %s: steps are planned to take %s", best.strategy, seconds
     )
