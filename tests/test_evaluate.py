@@ -1,5 +1,6 @@
 """`striped evaluate`: needles where they should be, answers that greedy decoding would give, clear errors."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 import striped_attention as sa
 from striped_attention import cli, data
@@ -59,6 +61,20 @@ def test_draws_differ_and_depths_share_their_text():
         Haystacks(config(seed=1), CORPUS, text.Bytes()).sequence(60, 0, 0)[0].tolist()
         != found.sequence(60, 0, 0)[0].tolist()
     )
+
+
+def test_a_tokenizers_first_token_comes_first_and_only_there(tmp_path):
+    words = tokenizers.models.WordLevel({"<s>": 0, "[UNK]": 1, "A": 2, "7": 3}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(words)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+    asked = config(
+        needle="{key} {value}", question="{key}", answer=" {value}", key_characters="A", value_characters="7"
+    )
+    asked = dataclasses.replace(asked, key_length=1, value_length=1)
+    tokens, answer = Haystacks(asked, CORPUS, text.Tokenizer(tokenizer)).sequence(10, 0, 0)
+    assert (tokens[:3].tolist(), tokens[-2:].tolist(), answer) == ([0, 2, 3], [2, 3], 1)
+    assert 0 not in tokens[1:]
 
 
 def test_only_the_answer_counts_and_only_in_rows_with_a_case():

@@ -27,7 +27,7 @@ class Cell:
     depth: int
     draws: int
     correct: int
-    loss: float  # of a token of the answer, on average
+    loss: float  # of a whole answer, on average
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,9 @@
 """Validation: the loss on held-out data, by position, while a run goes on. It changes nothing of the run."""
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,10 +13,20 @@ from striped_attention import data
 from striped_attention.data.sources import Named, parse
 from striped_attention.errors import UsageError
 from striped_attention.runtime.compiler import compiler_options
+from striped_attention.training.config import TrainConfig
 from striped_attention.training.loss_by_position import Losses, Sums, loss_sums
 from striped_attention.training.step import Inputs, Program
 
 EVERY, SEQUENCES = 100, 32  # steps between validations, and sequences of each, if nobody says otherwise
+
+
+def check(config: TrainConfig) -> None:
+    """Raise for held-out data that cannot be loaded, as far as that can be seen without reading it."""
+    if config.validation is None:
+        return
+    with _named():
+        check_unweighted("--validation", config.validation)
+        data.check(config.validation, config.tokenizer, config.model.vocabulary)
 
 
 def held_out(program: Program) -> "HeldOut | None":
@@ -22,16 +34,23 @@ def held_out(program: Program) -> "HeldOut | None":
     config = program.config
     if config.validation is None:
         return None
-    try:
-        check_unweighted("--validation", config.validation)
+    check(config)
+    with _named():
         corpus = config.load(config.validation)
         data.whole_rows(corpus, config.sequence_length)
-    except UsageError as error:
-        raise UsageError(str(error).replace("--data", "--validation")) from error
     # As much at a time as a step works on, which may be a part of a batch.
     part = dataclasses.replace(config, batch=config.batch // config.accumulate, accumulate=1)
     own = dataclasses.replace(program, config=part, documents=corpus.documents)
     return HeldOut(own, corpus, config.validation_sequences or SEQUENCES)
+
+
+@contextlib.contextmanager
+def _named() -> Iterator[None]:
+    """What is wrong with data is told of --validation."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(str(error).replace("--data", "--validation")) from error
 
 
 def check_unweighted(flag: str, sources: Named) -> None:
