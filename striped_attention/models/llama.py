@@ -178,10 +178,6 @@ class Compute:
     deterministic: bool = False
     strategy: str | Strategy = AUTO
 
-    def loss_chunk(self, vocabulary: int) -> int:
-        """Tokens whose scores exist at a time."""
-        return loss_chunk(self.chunk, vocabulary)
-
     @property
     def padded_length(self) -> int:
         return self.layout.padded_length(self.length, self.devices)
@@ -238,7 +234,7 @@ def token_losses(
     """Minus the log-probability of every target, for this device's slots. `attend` replaces the ring, in tests."""
     x = last_layer(config, compute, weights, specs, tokens, mask, attend)
     last, last_specs = ({name: tree[name] for name in config.last} for tree in (weights, specs))
-    chunk = compute.loss_chunk(config.vocabulary)
+    chunk = loss_chunk(compute.chunk, config.vocabulary)
     return stage(functools.partial(losses, config), last, last_specs, x, targets, chunk=chunk, dtype=compute.dtype)
 
 
@@ -261,7 +257,7 @@ def weighted_loss(
 
     x = last_layer(config, compute, weights, specs, tokens, mask, attend)
     last, last_specs = ({name: tree[name] for name in config.last} for tree in (weights, specs))
-    chunk = compute.loss_chunk(config.vocabulary)
+    chunk = loss_chunk(compute.chunk, config.vocabulary)
     return stage_sum(weighted, last, last_specs, x, (targets, loss_weights), chunk=chunk, dtype=compute.dtype)
 
 
