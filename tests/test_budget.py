@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import os
+import types
 
 import jax
 import numpy as np
@@ -86,6 +87,28 @@ def test_a_program_that_needs_more_than_estimated_makes_room_for_a_smaller_one()
     assert "of memory per device: trying --remat" in said[0]
     fixed = dataclasses.replace(asked, remat="none", chunk=2048)
     assert memory.fitting(roomy, fixed, 1.0, said.append) is roomy, "nothing else was allowed"
+
+
+@pytest.mark.parametrize(
+    ("platform", "stats", "expected"),
+    [
+        ("gpu", {"bytes_limit": 7_000}, 7_000),
+        ("tpu", {"bytes_limit": 7_000}, 3_500),
+        ("gpu", None, 0.5 * HARDWARE["h200"].memory),
+    ],
+)
+def test_what_a_run_may_use_of_an_accelerator(platform, stats, expected, monkeypatch):
+    """Of a GPU JAX was told before how much it may take."""
+    device = types.SimpleNamespace(platform=platform, device_kind="NVIDIA H200", memory_stats=lambda: stats)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    assert memory.available(dataclasses.replace(RUN, memory=0.5)) == expected
+
+
+def test_cpu_devices_share_the_memory_of_the_machine():
+    whole = memory.available(dataclasses.replace(RUN, memory=1.0)) * jax.local_device_count()
+    assert whole == pytest.approx(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    half = memory.available(dataclasses.replace(RUN, memory=0.5, local_processes=2))
+    assert half * 4 * jax.local_device_count() == pytest.approx(whole)
 
 
 def test_jax_may_take_as_much_of_a_gpu_as_a_run_may_use(monkeypatch):

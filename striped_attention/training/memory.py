@@ -14,6 +14,7 @@ from jax.experimental import multihost_utils
 
 from striped_attention.planning import budget
 from striped_attention.planning.cost import gigabytes
+from striped_attention.runtime.hardware import hardware_of
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.step import Program
 
@@ -29,14 +30,16 @@ def reserve(share: float) -> None:
 def available(config: TrainConfig) -> float:
     """Bytes of a device that a step may use; of all processes the least, for all compile one program."""
     device = jax.local_devices()[0]
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:  # CPUs share what the machine has
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    if device.platform == "cpu":  # all share what the machine has
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         mine = config.memory * machine / (jax.local_device_count() * (config.local_processes or 1))
+    elif limit is None:  # some allocators do not tell
+        mine = config.memory * hardware_of(device.platform, device.device_kind).memory
     elif device.platform == "gpu":
-        mine = float(stats["bytes_limit"])  # what `reserve` asked for
+        mine = float(limit)  # what `reserve` asked for
     else:
-        mine = config.memory * stats["bytes_limit"]
+        mine = config.memory * limit
     if jax.process_count() == 1:
         return mine
     everybody = multihost_utils.process_allgather(np.array(mine // MEGABYTE, np.int32))
