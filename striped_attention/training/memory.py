@@ -6,6 +6,8 @@ there is makes room for the next one that keeps less.
 
 import dataclasses
 import os
+import platform
+import zlib
 from collections.abc import Callable
 
 import jax
@@ -33,7 +35,7 @@ def available(config: TrainConfig) -> float:
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if device.platform == "cpu":  # all share what the machine has
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        mine = config.memory * machine / (jax.local_device_count() * (config.local_processes or 1))
+        mine = config.memory * machine / (jax.local_device_count() * _processes_here())
     elif limit is None:  # some allocators do not tell
         mine = config.memory * hardware_of(device.platform, device.device_kind).memory
     elif device.platform == "gpu":
@@ -42,8 +44,18 @@ def available(config: TrainConfig) -> float:
         mine = config.memory * limit
     if jax.process_count() == 1:
         return mine
-    everybody = multihost_utils.process_allgather(np.array(mine // MEGABYTE, np.int32))
-    return float(everybody.min()) * MEGABYTE
+    return float(_of_everybody(int(mine // MEGABYTE)).min()) * MEGABYTE
+
+
+def _processes_here() -> int:
+    """How many of a cluster's processes share this machine."""
+    name = zlib.crc32(platform.node().encode()) % 2**31
+    return int(np.sum(_of_everybody(name) == name))
+
+
+def _of_everybody(number: int) -> np.ndarray:
+    """A number of every process, below 2³¹."""
+    return np.atleast_1d(multihost_utils.process_allgather(np.array(number, np.int32)))
 
 
 def needed(program: Program) -> int | None:
