@@ -23,7 +23,7 @@ import pytest
 from striped_attention import cli
 from striped_attention.errors import Diverged, UsageError
 from striped_attention.planning.cost import estimate
-from striped_attention.training import dry_run, storage, trainer, watch
+from striped_attention.training import dry_run, loop, storage, trainer, watch
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.settle import settle
 from striped_attention.training.step import Program
@@ -451,7 +451,7 @@ def test_a_slow_step_names_its_batch(monkeypatch, capsys):
         return program
 
     monkeypatch.setattr(trainer, "Program", slow)
-    monkeypatch.setattr(trainer.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(loop.time, "perf_counter", lambda: now[0])
     train(config(steps=17))
     said = [line for line in capsys.readouterr().out.splitlines() if "Slow" in line]
     assert len(said) == 1
