@@ -1,8 +1,10 @@
 """Tokens on disk: made once, made again when something has changed, by one process of several; damage is found out."""
 
 import concurrent.futures
+import contextlib
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import threading
@@ -10,7 +12,7 @@ import threading
 import pytest
 
 from striped_attention import cli
-from striped_attention.data import build, cache, store
+from striped_attention.data import build, cache, encoder, store
 from striped_attention.errors import UsageError
 from tests.test_data_sources import lines, load, written
 from tests.test_train_data import write_tokenizer
@@ -89,7 +91,7 @@ from striped_attention.data import cache
 from tests.test_data_sources import load
 
 def build(files, encoder, folder):
-    folder.with_name(folder.name + ".partial").mkdir()
+    folder.with_name(f".{folder.name}.0123abcd.partial").mkdir()
     print("building", flush=True)
     time.sleep(3600)
 
@@ -134,7 +136,7 @@ def test_when_the_process_that_tokenises_is_killed_another_one_does_it(tmp_path,
         answer = waiting(lambda: load(source, cache=tmp_path / "cache"), monkeypatch)
         process.kill()
     assert answer.result().tokens.tolist() == [*b"one", 256, *b"two", 256]
-    assert not list((tmp_path / "cache").glob("*.partial"))
+    assert not list((tmp_path / "cache").glob(".*"))
 
 
 @pytest.fixture
@@ -154,7 +156,7 @@ def test_striped_tokenize_says_what_it_found_and_keeps_the_tokenizer(made, tmp_p
     assert (made / "tokenizer_config.json").read_text() == "{}"
     assert corpus.notes(50) == [f"{made}: 4 documents, 8 tokens."]
     assert load(made, tokenizer=tmp_path / "tokenizer.json").tokens.tolist() == corpus.tokens.tolist()
-    assert not list(tmp_path.glob("*.partial"))
+    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.mark.parametrize(
@@ -235,3 +237,37 @@ def test_striped_tokenize_refuses_with_one_clear_line(tmp_path, monkeypatch, cap
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_of_the_user_and_the_work_of_others_are_left_alone(tmp_path, source, capsys):
+    (tmp_path / "made.partial").mkdir()
+    (tmp_path / "made.partial" / "mine.txt").write_text("mine")
+    other = tmp_path / ".made.0123abcd.partial"
+    other.mkdir()
+    assert cli.main(["tokenize", str(source), "--output", str(tmp_path / "made")]) == 0
+    assert (tmp_path / "made.partial" / "mine.txt").read_text() == "mine"
+    assert f"{other} is incomplete" in capsys.readouterr().out
+    assert load(tmp_path / "made").size == 8
+    assert sorted(tmp_path.glob(".*")) == [other]
+
+
+@pytest.mark.parametrize("where", ["reading", "a callback that drops exceptions"])
+def test_ctrl_c_stops_tokenising_and_leaves_nothing(tmp_path, monkeypatch, capsys, where):
+    content = lines(["text"] * 20)
+    seen = []
+
+    def encode(self, documents, encode=encoder.Encoder.encode):
+        seen.append(len(documents))
+        if len(seen) == 2:
+            with contextlib.suppress(KeyboardInterrupt) if "drops" in where else contextlib.nullcontext():
+                signal.raise_signal(signal.SIGINT)
+        return encode(self, documents)
+
+    monkeypatch.setattr(encoder.Encoder, "encode", encode)
+    monkeypatch.setattr(build, "DOCUMENTS", 2)
+    path = written(tmp_path / "x.jsonl", content)
+    assert cli.main(["tokenize", str(path), "--output", str(tmp_path / "made")]) == 130
+    assert capsys.readouterr().err == "striped: stopped by Ctrl-C.\n"
+    assert len(seen) == 2
+    assert list(tmp_path.iterdir()) == [path]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

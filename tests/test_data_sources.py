@@ -176,6 +176,26 @@ def test_a_bad_row_of_a_table_is_left_out(tmp_path):
     assert counts.example.endswith("row 201: it is not UTF-8")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_string_of_an_arrow_file_that_is_not_utf8_is_a_bad_row(tmp_path, stream):
+    column = pa.array([b"good"] * 200 + [b"\xff"], pa.binary()).view(pa.string())
+    table = pa.Table.from_arrays([column], ["text"])
+    with (pa.ipc.new_stream if stream else pa.ipc.new_file)(tmp_path / "x.arrow", table.schema) as writer:
+        writer.write_table(table)
+    counts = load(tmp_path / "x.arrow").counts
+    assert (counts.documents, counts.bad) == (200, 1)
+    assert counts.example.endswith("row 201: it is not UTF-8")
+
+
+def test_a_tokenizer_that_fails_is_named(tmp_path):
+    import tokenizers
+
+    model = tokenizers.models.WordLevel({"</s>": 0, "the": 1}, unk_token="<unk>")  # which it does not have
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UsageError, match=r"tokenizer.json cannot tokenise the data: WordLevel error"):
+        load(written(tmp_path / "x.txt", b"another"), tokenizer=tmp_path / "tokenizer.json")
+
+
 def cut(path, part=0.5):
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * part)])
@@ -202,7 +222,23 @@ def whole_stream_but_its_end(path):
     return written(path / "x.arrow", arrow(path / "y.arrow", TEXTS, stream=True).read_bytes()[:-8])
 
 
+def with_offset_beyond_the_end(path, stream):
+    content = bytearray(arrow(path / "x.arrow", ["a" * 999, "bcd", "e"], stream).read_bytes())
+    place = content.index(np.array([0, 999, 1002], "<i4").tobytes())
+    content[place + 4 : place + 8] = np.array([2**30], "<i4").tobytes()
+    return written(path / "x.arrow", content)
+
+
+def two_columns_of_one_name(path):
+    twice = pa.Table.from_arrays([pa.array(["a"])] * 2, ["text", "text"])
+    pyarrow.parquet.write_table(twice, path / "x.parquet")
+    return path / "x.parquet"
+
+
 BAD = {
+    r"x.parquet must have one column 'text', but has 2": two_columns_of_one_name,
+    r"x.arrow is cut short or damaged \(.*offset": lambda path: with_offset_beyond_the_end(path, stream=False),
+    r"x.arrow is cut short or damaged \(offset": lambda path: with_offset_beyond_the_end(path, stream=True),
     r"x.parquet has no column 'text'; its columns are id, body. Choose one with --text-column": lambda path: [
         pyarrow.parquet.write_table(pa.table({"id": [1], "body": ["x"]}), path / "x.parquet"),
         path / "x.parquet",

@@ -15,6 +15,8 @@ def guard(run: Callable[[], int], process: int | None = None) -> int:
         return run()
     except (UsageError, Diverged) as error:
         message, code = str(error), 2 if isinstance(error, UsageError) else 1
+    except KeyboardInterrupt:
+        message, code = "stopped by Ctrl-C.", 130
     except Exception as error:
         if not (jax.distributed.is_initialized() and _lost_contact(error)):
             raise

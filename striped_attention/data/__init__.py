@@ -16,6 +16,7 @@ counts      what was found, left out or bad
 tokenizer   a Hugging Face tokenizer.json, and the files beside it
 encoder     documents to tokens
 build       a source tokenised, with progress
+interrupt   Ctrl-C while that goes on
 progress    what a person sees of that
 store       the folder with the tokens
 cache       sources that were tokenised before

@@ -3,8 +3,10 @@
 import concurrent.futures
 import contextlib
 import pathlib
+import re
+import secrets
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from types import MappingProxyType
 
 from striped_attention.data.columns import Document
@@ -12,6 +14,7 @@ from striped_attention.data.counts import Counts
 from striped_attention.data.documents import documents
 from striped_attention.data.encoder import Encoder
 from striped_attention.data.files import Files
+from striped_attention.data.interrupt import interruptible
 from striped_attention.data.progress import Progress
 from striped_attention.data.store import Writer
 from striped_attention.errors import UsageError
@@ -19,16 +22,15 @@ from striped_attention.errors import UsageError
 Kept = Mapping[str, pathlib.Path]
 Batches = Generator[list[Document], None, None]
 
+PARTIAL = ".partial"  # ends the hidden, unique name of a folder that is not complete
 CHARACTERS, DOCUMENTS = 2**20, 2**12  # of a batch that is tokenised together, about
 
 
 def build(files: Files, encoder: Encoder, folder: pathlib.Path, kept: Kept = MappingProxyType({})) -> Counts:
     """Tokenise files into `folder`, which appears when all of it is on disk. Copies of `kept` lie in it by name."""
-    partial = folder.with_name(folder.name + ".partial")
+    partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
-        if partial.exists():  # of a process that was killed
-            shutil.rmtree(partial)
         partial.mkdir()
         for name, path in kept.items():
             shutil.copyfile(path, partial / name)
@@ -46,16 +48,24 @@ def build(files: Files, encoder: Encoder, folder: pathlib.Path, kept: Kept = Map
     return counts
 
 
+def left_behind(folder: pathlib.Path) -> list[pathlib.Path]:
+    """What processes that were killed, or are still at work, have made of `folder`."""
+    name = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
+    return [path for path in folder.parent.glob(f".*{PARTIAL}") if name.fullmatch(path.name)]
+
+
 def _write(files: Files, encoder: Encoder, folder: pathlib.Path) -> Counts:
     counts = Counts()
     with (
+        interruptible() as check_interrupt,
         Progress(files) as progress,
         Writer(folder, encoder) as writer,
-        contextlib.closing(_batches(files, encoder, counts, progress)) as batches,
+        contextlib.closing(_batches(files, encoder, counts, progress, check_interrupt)) as batches,
         concurrent.futures.ThreadPoolExecutor(1) as ahead,
     ):
         coming = ahead.submit(next, batches, None)
         while (batch := coming.result()) is not None:
+            check_interrupt()
             coming = ahead.submit(next, batches, None)
             writer.add(encoder.encode(batch), counts)
             progress.tokens = writer.tokens
@@ -64,13 +74,16 @@ def _write(files: Files, encoder: Encoder, folder: pathlib.Path) -> Counts:
     return counts
 
 
-def _batches(files: Files, encoder: Encoder, counts: Counts, progress: Progress) -> Batches:
+def _batches(
+    files: Files, encoder: Encoder, counts: Counts, progress: Progress, check_interrupt: Callable[[], None]
+) -> Batches:
     """Documents, as many as are tokenised together."""
     batch: list[Document] = []
     characters = 0
     for file in files.files:
         with progress.file(file) as say:
             for document in documents(file, encoder.columns, encoder.template, counts, say):
+                check_interrupt()
                 batch.append(document)
                 characters += len(document.text)
                 if characters >= CHARACTERS or len(batch) >= DOCUMENTS:

@@ -14,7 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator
 
-from striped_attention.data.build import build
+from striped_attention.data.build import build, left_behind
 from striped_attention.data.corpus import Corpus
 from striped_attention.data.encoder import Encoder
 from striped_attention.data.files import Files
@@ -44,6 +44,8 @@ def open_or_build(files: Files, encoder: Encoder, cache: pathlib.Path | None = N
             except UsageError:
                 say(f"{folder} is damaged: it is made again.")
                 shutil.rmtree(folder)
+        for path in left_behind(folder):  # by processes that were killed: no other one is at work here
+            shutil.rmtree(path, ignore_errors=True)  # not one of another user
         build(files, encoder, folder)
         if key_of(files, encoder) != key:
             shutil.rmtree(folder)

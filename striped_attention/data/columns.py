@@ -54,7 +54,10 @@ class Bad(NamedTuple):
 
 
 def check_columns(there: list[str], columns: Columns, where: str) -> None:
-    """Raise if a record or a table lacks a column."""
+    """Raise if a record or a table lacks a column, or has two of one name."""
+    for name in columns.names:
+        if there.count(name) > 1:
+            raise UsageError(f"{where} must have one column {name!r}, but has {there.count(name)}. Rename the others.")
     missing = [name for name in columns.names if name not in there]
     if missing:
         option = "--chat-column" if columns.chat else "--loss-column" if missing[0] == columns.loss else "--text-column"

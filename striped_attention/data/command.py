@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 
 from striped_attention.data import store
-from striped_attention.data.build import build
+from striped_attention.data.build import build, left_behind
 from striped_attention.data.columns import Columns
 from striped_attention.data.encoder import make_encoder
 from striped_attention.data.files import Files, find_files
@@ -27,11 +27,7 @@ class TokenizeConfig:
     `striped train` tokenises what it is given too, into a cache; this does it on another machine, or for several runs.
     """
 
-    sources: Annotated[
-        tuple[pathlib.Path, ...],
-        tyro.conf.Positional,
-        tyro.conf.arg(metavar="SOURCE ...", help_behavior_hint="(required)"),
-    ]
+    sources: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional, SEVERAL]
     """Text in UTF-8, JSON lines, Parquet, Arrow, or folders of them. Several follow each other; to mix them with
     weights, tokenise each on its own."""
     output: Annotated[pathlib.Path, tyro.conf.arg(metavar="PATH")]
@@ -58,6 +54,8 @@ def tokenize(config: TokenizeConfig) -> None:
     if config.tokenizer is not None:
         beside = {name: config.tokenizer.with_name(name) for name in BESIDE}
         kept = {store.TOKENIZER: config.tokenizer, **{name: path for name, path in beside.items() if path.is_file()}}
+    for path in left_behind(config.output):
+        say(f"{path} is incomplete. If no other striped tokenize writes {config.output} now, remove it.")
     counts = build(files, encoder, config.output, kept)
     for note in counts.notes(files.source):
         say(note)

@@ -47,7 +47,7 @@ class Encoder:
         if self.vocabulary > vocabulary:
             raise UsageError(
                 f"{self.name} needs a vocabulary of at least {self.vocabulary}, but the model's is {vocabulary}. "
-                f"Set --vocabulary {self.vocabulary} or choose another tokenizer."
+                f"Choose the model's own tokenizer; a model from scratch can have --vocabulary {self.vocabulary}."
             )
 
     def encode(self, documents: list[Document]) -> list[Encoded]:
@@ -79,7 +79,12 @@ class TokenizerEncoder(Encoder):
     def encode(self, documents: list[Document]) -> list[Encoded]:
         texts, chat = [document.text for document in documents], self.template is not None
         encode = self._tokenizer.encode_batch if self.weighs else self._tokenizer.encode_batch_fast
-        found = encode(texts, add_special_tokens=not chat)  # a chat template writes them itself
+        try:
+            found = encode(texts, add_special_tokens=not chat)  # a chat template writes them itself
+        except Exception as error:  # the library raises plain Exception
+            raise UsageError(
+                f"{self.path} cannot tokenise the data: {error}. Give a tokenizer.json that can encode every text."
+            ) from error
         return [self._tokens(*pair) for pair in zip(documents, found, strict=True)]
 
     def _tokens(self, document: Document, found: Any) -> Encoded:

@@ -65,20 +65,37 @@ def _file(file: File, columns: Columns, pa: Any) -> Rows:
         check_columns(reader.schema.names, columns, str(file.path))
         for number in range(reader.num_record_batches):
             share = (number + 1) / reader.num_record_batches
-            yield from _parts(reader.get_batch(number), columns, share)
+            yield from _parts(reader.get_batch(number), columns, share, pa)
 
 
 def _stream(file: File, columns: Columns, pa: Any) -> Rows:
     with pa.memory_map(str(file.path)) as mapped, pa.ipc.open_stream(mapped) as reader:
         check_columns(reader.schema.names, columns, str(file.path))
         for batch in reader:
-            yield from _parts(batch, columns, mapped.tell() / mapped.size())
+            yield from _parts(batch, columns, mapped.tell() / mapped.size(), pa)
 
 
-def _parts(batch: Any, columns: Columns, share: float) -> Rows:
+def _parts(batch: Any, columns: Columns, share: float, pa: Any) -> Rows:
     wanted = batch.select(columns.names)
+    for column in wanted.columns:  # reading follows offsets wherever a damaged file leads them
+        column.view(_as_binary(column.type, pa)).validate(full=True)
     for first in range(0, batch.num_rows, ROWS):
         yield share, _rows(wanted.slice(first, ROWS))
+
+
+def _as_binary(kind: Any, pa: Any) -> Any:
+    """The same type with bytes for strings: a string that is not UTF-8 makes its row bad, not the file."""
+    if pa.types.is_string(kind):
+        return pa.binary()
+    if pa.types.is_large_string(kind):
+        return pa.large_binary()
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_as_binary(kind.value_type, pa)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_as_binary(kind.value_type, pa)))
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_as_binary(field.type, pa)) for field in kind])
+    return kind
 
 
 def _rows(batch: Any) -> list[Row]:
