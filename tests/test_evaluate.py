@@ -25,6 +25,8 @@ from striped_attention.models.stages import AXES
 from striped_attention.runtime.mesh import make_mesh
 from tests.test_engine import SMALL, TEXT, dense_scores, engine_of, greedy, weights_of
 from tests.test_huggingface import LENGTH, TOKENS, original, save, their_scores
+from tests.test_start import rewritten
+from tests.test_train_data import write_tokenizer
 
 ROOT = pathlib.Path(__file__).parent.parent
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
@@ -174,6 +176,17 @@ def test_what_cannot_be_evaluated_is_told(tmp_path, capsys):
         code, out, error = evaluate(capsys, *options)
         assert (code, out, error.count("\n")) == (2, "", 1)
         assert message in error
+
+
+@pytest.mark.parametrize("command", ["evaluate --only perplexity", "evaluate", "generate --prompt the"])
+def test_a_tokenizer_with_another_vocabulary_than_the_models_is_refused(command, tmp_path, capsys):
+    folder = rewritten(tmp_path / "model")
+    write_tokenizer(folder / "tokenizer.json", {"the": 0, "</s>": 1, "[UNK]": 2})
+    other = write_tokenizer(tmp_path / "other.json", {"the": 1, "</s>": 0, "[UNK]": 2})
+    assert cli.main([*command.split(), "--model", str(folder), "--tokenizer", str(other)]) == 2
+    error = capsys.readouterr().err
+    assert f"{other} has another vocabulary than {folder / 'tokenizer.json'}. Leave --tokenizer out." in error
+    assert error.count("\n") == 1
 
 
 def test_a_model_that_went_on_with_long_documents_beats_its_short_self_on_far_positions(tmp_path):

@@ -293,9 +293,9 @@ def test_the_models_own_tokenizer_makes_tokens_of_text(hub, tmp_path, capsys):
         (tmp_path / "run" / path.name).read_bytes() for path in hub.glob("[!m]*.json") if path.name != "config.json"
     ]
     assert len(found) == 4
-    other = write_tokenizer(tmp_path / "other.json", {"cat": 0, "</s>": 1, "[UNK]": 2})
+    other = write_tokenizer(tmp_path / "other.json", {"the": 0, "</s>": 7, "[UNK]": 2})
     begin = start.look(config(text, end_token=None, start_from=hub, tokenizer=other))
-    assert begin.config.tokenizer_for(text) == other
+    assert begin.config.tokenizer_for(text) == other, "with the same vocabulary"
     assert begin.files.keys() == {"generation_config.json"}, "of the tokenizers the other one is kept"
 
 
@@ -317,6 +317,8 @@ def test_resume_needs_the_folder_that_it_started_from_no_more(hub, tokens, tmp_p
     assert int(again.step) == 2, "one that was interrupted before its first checkpoint starts from the folder again"
     for state in (one, two):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(whole))
+    asked = config(tokens, half, start_from=source.parent / "none" / ".." / source.name, resume=True)
+    assert start.look(asked).config.start_from == source, "written in another way"
     runs = json.loads((half / "run.json").read_text())
     assert [run["options"]["start_from"] for run in runs] == [str(source)] * 2
     for options, message in (
@@ -360,7 +362,8 @@ YARN, LLAMA3 = Stretch("yarn", 4.0, 64, 1.0, 32.0), Stretch("llama3", 4.0, 64, 1
         (Stretch("yarn", 4.0, 64, 1.0, 32.0), dict(), 1e4, YARN, 256),  # the file says 64
         (Stretch("llama3", 2.0, 16), dict(rope_scaling="yarn:8"), 1e4, Stretch("yarn", 8.0, 16, 1.0, 32.0), 128),
         (Stretch("llama3", 2.0, 16), dict(rope_scaling="none"), 1e4, None, 16),
-        (Stretch("linear", 2.0), dict(rope_scaling="linear:8"), 1e4, Stretch("linear", 8.0), None),
+        (Stretch("linear", 2.0), dict(rope_scaling="linear:8"), 1e4, Stretch("linear", 8.0), 256),
+        (Stretch("linear", 2.0), dict(rope_scaling="none"), 1e4, None, 64),
     ],
 )
 def test_rope_options_change_the_model(before, options, theta, stretch, positions, tokens, tmp_path):
@@ -452,6 +455,17 @@ def test_sequences_longer_than_the_positions_are_warned_of(options, length, warn
     assert any("Warning: --sequence-length" in line for line in begin.lines) == warned
 
 
+def test_a_run_that_goes_on_is_not_said_to_be_from_scratch(tokens, tmp_path):
+    scratch = config(tokens, rope_theta=2e4)
+    (line,) = start.look(scratch).lines
+    assert line.startswith("From scratch: rope theta 20,000")
+    (tmp_path / "run" / "1").mkdir(parents=True)
+    options = dict(start_from=str(tmp_path / "hub"), rope_theta=2e4, rope_scaling=None)
+    run = dict(options=options, model=dataclasses.asdict(scratch.model))
+    (tmp_path / "run" / "run.json").write_text(json.dumps([run]))
+    assert start.look(config(tokens, tmp_path / "run", resume=True)).lines == []
+
+
 def test_models_from_scratch_take_rope_options_too(tokens):
     scratch = config(tokens, rope_theta=2e4, rope_scaling="yarn:8,original=8k")
     assert scratch.model.rope_theta == 2e4
@@ -532,7 +546,12 @@ def other(folder):
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), dict(), "weights as a pickle"),
         (lambda f: (f / "tokenizer.json").unlink(), dict(text=True), "has no tokenizer.json, so its tokens for text"),
         (large_tokenizer, dict(), "needs a vocabulary of 101, but that of the model in"),
-        (None, dict(other_tokenizer=True), "needs a vocabulary of 101, but that of the model in"),
+        (
+            None,
+            dict(tokenizer={"the": 0, "[UNK]": 2, "far": 100}),
+            "needs a vocabulary of 101, but that of the model in",
+        ),
+        (None, dict(tokenizer={"the": 1, "</s>": 7, "[UNK]": 2}), "has another vocabulary than"),
         (None, dict(strategy="heads", mesh="sequence=8"), "--strategy heads: "),
         (said(rope_scaling=dict(type="linear", factor=2.0)), dict(rope_scaling="yarn:4"), "Say it, like yarn:4,orig"),
         (said(max_position_embeddings=None), dict(), "must say how long the model's sequences are, as max_position"),
@@ -545,9 +564,8 @@ def test_what_cannot_be_started_from_is_one_line_and_leaves_nothing(change, opti
     if options.pop("text", False):
         (tmp_path / "text.txt").write_text("the cat " * 500)
         options |= dict(data=(str(tmp_path / "text.txt"),), end_token=None)
-    if options.pop("other_tokenizer", False):
-        large_tokenizer(tmp_path)
-        options |= dict(tokenizer=tmp_path / "tokenizer.json")
+    if "tokenizer" in options:
+        options["tokenizer"] = write_tokenizer(tmp_path / "tokenizer.json", options["tokenizer"])
     before = sorted(tmp_path.rglob("*"))
     with one_line(message):
         train(config(tokens, tmp_path / "run", **{"start_from": folder, **options}))

@@ -76,6 +76,8 @@ class Run:
         self.shown = rich.console.Console(quiet=quiet, highlight=False)
         self.notes = rich.console.Console(quiet=quiet, highlight=False, stderr=True)
         self.config = config = dataclasses.replace(config, sequence_length=length)
+        if config.tokenizer is not None:
+            source.check_tokenizer(config.tokenizer)
         corpus = self._load()
         data.whole_rows(corpus, length)
         self.held_out, self.haystacks, self.lengths = None, None, config.lengths or ()

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from striped_attention.data import BYTES
-from striped_attention.data.tokenizer import end_token, open_tokenizer, tokens_of
+from striped_attention.data.tokenizer import end_token, open_tokenizer
 from striped_attention.errors import UsageError
 from striped_attention.training.source import Source
 
@@ -106,22 +106,17 @@ class TokenStream:
 def load(source: Source, given: pathlib.Path | None) -> tuple[Bytes | Tokenizer, list[int]]:
     """The tokenizer of a model, and the tokens that end a text. `given` is one that the user names."""
     path = given or source.tokenizer
-    needed, stop = BYTES + 1, source.stop or [BYTES]
-    encoder: Bytes | Tokenizer = Bytes()
     if path is not None:
+        source.check_tokenizer(path)
         tokenizer = open_tokenizer(path)
         end = end_token(tokenizer, path)
-        encoder, needed, stop = (
-            Tokenizer(tokenizer),
-            tokens_of(tokenizer),
-            source.stop or ([] if end is None else [end]),
-        )
-    if needed > source.model.vocabulary:
+        return Tokenizer(tokenizer), source.stop or ([] if end is None else [end])
+    if source.model.vocabulary <= BYTES:
         raise UsageError(
-            f"{path or 'Text as bytes'} needs a vocabulary of {needed}, but that of the model in {source.folder} is "
+            f"Text as bytes needs a vocabulary of {BYTES + 1}, but that of the model in {source.folder} is "
             f"{source.model.vocabulary}: they do not belong together. Give the model's own with --tokenizer."
         )
-    return encoder, stop
+    return Bytes(), source.stop or [BYTES]
 
 
 def read_prompts(path: pathlib.Path) -> list[str]:

@@ -14,11 +14,13 @@ import pathlib
 from typing import Any
 
 from striped_attention import data
+from striped_attention.data.tokenizer import open_tokenizer, tokens_of
 from striped_attention.errors import UsageError
 from striped_attention.huggingface import read_config
 from striped_attention.huggingface.config import IDS, read_json
 from striped_attention.huggingface.writing import GENERATION
 from striped_attention.models.llama import ModelConfig
+from striped_attention.training import rope
 from striped_attention.training.checkpoint import FORMAT, first_line
 from striped_attention.training.folder import TOKENIZER
 
@@ -46,12 +48,16 @@ class Source:
         machine. Downloads of Hugging Face models are links into a cache: those are followed.
         """
         path = self.folder / name
-        if self.step is not None and not path.resolve().is_relative_to(self.folder.resolve()):
+        if self._leads_out(path):
             raise UsageError(
                 f"The files of a run must lie in its folder, but {path} is a link to {path.resolve()}. If you trust "
                 f"that file, put a copy in place of the link, or give it with --tokenizer."
             )
         return path if path.is_file() else None
+
+    def _leads_out(self, path: pathlib.Path) -> bool:
+        """Whether a file of a run is a link to a place outside its folder."""
+        return self.step is not None and not path.resolve().is_relative_to(self.folder.resolve())
 
     @property
     def length(self) -> int:
@@ -59,6 +65,11 @@ class Source:
         if self.step is None:
             return self._number("max_position_embeddings")
         return max(self._number("length"), self.said.get("positions") or 0)
+
+    @property
+    def positions(self) -> int:
+        """The longest sequence that the model's rotary positions are made for, as far as its folder says."""
+        return max(self.length, rope.reach(self.model.stretch) or 0)
 
     def _number(self, name: str) -> int:
         if not isinstance(self.said.get(name), int):
@@ -104,6 +115,24 @@ class Source:
                 f"says that it was trained with {used}: if you trust that, give it with --tokenizer."
             )
         return None
+
+    def check_tokenizer(self, path: pathlib.Path) -> None:
+        """Raise for a tokenizer that is not this model's: one with too many tokens, or with others than its own."""
+        given = open_tokenizer(path)
+        needed, room = tokens_of(given), self.model.vocabulary
+        if needed > room:
+            raise UsageError(
+                f"{path} needs a vocabulary of {needed}, but that of the model in {self.folder} is {room}: they do not "
+                f"belong together. Give the model's own with --tokenizer."
+            )
+        own = self.folder / TOKENIZER
+        if self._leads_out(own) or not own.is_file() or own.samefile(path):
+            return
+        if open_tokenizer(own).get_vocab() != given.get_vocab():
+            raise UsageError(
+                f"A model needs the tokenizer that it was trained with, but {path} has another vocabulary than {own}. "
+                f"Leave --tokenizer out."
+            )
 
     @property
     def _options(self) -> dict[str, Any] | None:

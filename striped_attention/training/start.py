@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from striped_attention.data import Named, need_tokenizer
-from striped_attention.data.tokenizer import open_tokenizer, tokens_of
 from striped_attention.errors import UsageError
 from striped_attention.huggingface.writing import BESIDE, GENERATION
 from striped_attention.models.llama import ModelConfig
@@ -45,7 +44,7 @@ class Start:
         if self.source is not None:
             step = "" if self.source.step is None else f", step {self.source.step}"
             said.append(f"Starts from {config.start_from}{step}: {rope.describe(config.model)}")
-        elif config.rope_scaling is not None or config.rope_theta is not None:
+        elif config.start_from is None and (config.rope_scaling is not None or config.rope_theta is not None):
             said.append(f"From scratch: {rope.describe(config.model)}")
         if self._too_long:
             said.append(
@@ -95,7 +94,7 @@ def _with_recorded(config: TrainConfig, run: dict[str, Any]) -> TrainConfig:
         there["start_from"] = pathlib.Path(there["start_from"])
     for name, before in there.items():
         asked = getattr(config, name)
-        if asked is not None and asked != before:
+        if asked is not None and not _same(asked, before):
             flag = f"--{name.replace('_', '-')}"
             how = f"without {flag}" if before is None else f"with {flag} {before}"
             raise UsageError(
@@ -103,6 +102,13 @@ def _with_recorded(config: TrainConfig, run: dict[str, Any]) -> TrainConfig:
                 f"it, or start a new run in another folder."
             )
     return dataclasses.replace(config, **there)
+
+
+def _same(asked: Any, before: Any) -> bool:
+    """Whether an option is what it was; a folder may be written in another way."""
+    if isinstance(asked, pathlib.Path) and isinstance(before, pathlib.Path):
+        return asked.resolve() == before.resolve()
+    return bool(asked == before)
 
 
 def _going_on(config: TrainConfig, run: dict[str, Any]) -> Start:
@@ -123,7 +129,7 @@ def _starting(config: TrainConfig, source: Source) -> Start:
         arrays.check(source)
     own = _own_tokenizer(config, source)
     if config.tokenizer is not None:
-        _check_tokenizer(config.tokenizer, source)
+        source.check_tokenizer(config.tokenizer)
     files = {} if config.tokenizer is not None else {name: source.file(name) for name in (TOKENIZER, *BESIDE)}
     files[GENERATION] = source.file(GENERATION)
     return Start(
@@ -138,14 +144,17 @@ def _starting(config: TrainConfig, source: Source) -> Start:
 def _stretched(config: TrainConfig, source: Source) -> tuple[ModelConfig, int | None]:
     """The source's model with the rope options, and the longest sequence that its positions are then made for."""
     model, before = source.model, source.model.stretch
-    positions: int | None = max(source.length, rope.reach(before) or 0)
+    positions: int | None = source.positions
     if config.rope_theta is not None:
         model = dataclasses.replace(model, rope_theta=config.rope_theta)
     if config.rope_scaling is not None:
-        # What a linear scaling was applied to is not known: files give the length before or after it.
         original = source.length if before is None else before.original_length
         model = rope.scaled(model, config.rope_scaling, original)
         positions = original if model.stretch is None else rope.reach(model.stretch)
+        if positions is None and before is not None:
+            # Files give the length before or after a linear scaling; with either the model is made for this or more.
+            more = 1.0 if model.stretch is None else model.stretch.factor / before.factor
+            positions = round(source.length * max(1.0, more))
     return model, positions
 
 
@@ -164,14 +173,5 @@ def _own_tokenizer(config: TrainConfig, source: Source) -> pathlib.Path | None:
             ) from error
         return None
     if own is not None and not config.dry_run:
-        _check_tokenizer(own, source)
+        source.check_tokenizer(own)
     return own
-
-
-def _check_tokenizer(path: pathlib.Path, source: Source) -> None:
-    needed = tokens_of(open_tokenizer(path))
-    if needed > source.model.vocabulary:
-        raise UsageError(
-            f"{path} needs a vocabulary of {needed}, but that of the model in {source.folder} is "
-            f"{source.model.vocabulary}: they do not belong together. Give the model's own with --tokenizer."
-        )
