@@ -87,6 +87,7 @@ def test_a_program_that_needs_more_than_estimated_makes_room_for_a_smaller_one()
     assert "of memory per device: trying --remat" in said[0]
     fixed = dataclasses.replace(asked, remat="none", chunk=2048)
     assert memory.fitting(roomy, fixed, 1.0, said.append) is roomy, "nothing else was allowed"
+    assert "more than the 1 B that --memory allows, and nothing that needs less is left" in said[-1]
 
 
 @pytest.mark.parametrize(
@@ -114,9 +115,9 @@ def test_cpu_devices_share_the_memory_of_the_machine(monkeypatch):
 def test_jax_may_take_as_much_of_a_gpu_as_a_run_may_use(monkeypatch):
     monkeypatch.delenv(memory.FRACTION, raising=False)
     memory.reserve(0.9)
-    assert os.environ[memory.FRACTION] == "0.90"
+    assert os.environ[memory.FRACTION] == "0.9"
     memory.reserve(0.5)
-    assert os.environ[memory.FRACTION] == "0.90", "what the environment says counts"
+    assert os.environ[memory.FRACTION] == "0.9", "what the environment says counts"
 
 
 def test_the_dry_run_and_the_plan_say_what_was_chosen(capsys):
@@ -125,6 +126,10 @@ def test_the_dry_run_and_the_plan_say_what_was_chosen(capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert "for the backward pass (remat " in said
     assert "tokens at a time" in said
+    assert "It fits: " in said
+    assert "that --memory 0.9 allows of a device with 80.00 GB (assumed: h100)" in said
+    assert cli.main(["train", *run.split(), "--preset", "7b", "--sequence-length", "4194304"]) == 0
+    assert "It does not fit: " in " ".join(capsys.readouterr().out.split())
     plan = sa.plan(8, 262_144, hardware="h200", model="1b")
     assert plan.best.setting.remat in REMAT
     assert plan.best.setting.chunk
@@ -141,7 +146,7 @@ def test_the_dry_run_and_the_plan_say_what_was_chosen(capsys):
         (["--accumulate", "0"], "--accumulate must be at least 1; got 0."),
         (
             ["--accumulate", "2"],
-            "--batch must be a multiple of the mesh's data axis, 1 times --accumulate, 2; got 1.",
+            "--batch must be a multiple of 2, the mesh's data axis (1) times --accumulate (2); got 1.",
         ),
     ],
 )

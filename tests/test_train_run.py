@@ -23,7 +23,7 @@ import pytest
 from striped_attention import cli
 from striped_attention.errors import Diverged, UsageError
 from striped_attention.planning.cost import estimate
-from striped_attention.training import dry_run, loop, storage, trainer, watch
+from striped_attention.training import checkpoint, dry_run, loop, storage, trainer, watch
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.settle import settle
 from striped_attention.training.step import Program
@@ -462,6 +462,15 @@ def test_a_slow_step_names_its_batch(monkeypatch, capsys):
     )
 
 
+def test_devices_without_room_are_not_taken_for_a_damaged_checkpoint(half, monkeypatch):
+    def full(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(checkpoint, "read_arrays", full)
+    with pytest.raises(UsageError, match="The devices' memory is too small"):
+        train(config(half, steps=4, resume=True))
+
+
 def test_a_run_interrupted_before_its_first_checkpoint_starts_again(half):
     shutil.rmtree(half / "3")
     train(config(half, steps=2, resume=True))
@@ -552,7 +561,7 @@ def test_a_profile_is_written(tmp_path):
 BAD = [
     (dict(mesh="data=3,sequence=2"), "needs 6 devices, but there are 8.*--cpu-devices"),
     (dict(mesh="rows=8"), "must be written like data=2,sequence=4"),
-    (dict(mesh="data=8", batch=6), "--batch must be a multiple of the mesh's data axis, 8; got 6"),
+    (dict(mesh="data=8", batch=6), "--batch must be a multiple of 8, the mesh's data axis"),
     (dict(mesh="sequence=8", sequence_length=7), "--sequence-length must be at least the 8 devices"),
     (dict(kernel="magic"), r"kernel must be one of .*'xla'.*'magic'"),
     (dict(heads=3), "dim must be its heads times an even number"),

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from striped_attention.errors import UsageError
 from striped_attention.huggingface import Files
 from striped_attention.models.llama import Weights
-from striped_attention.training.checkpoint import checksums, first_line
+from striped_attention.training.checkpoint import checksums, first_line, out_of_memory
 from striped_attention.training.source import Source
 from striped_attention.training.storage import read_arrays
 
@@ -101,6 +101,8 @@ def _read_checkpoint(source: Source, mesh: Mesh) -> Weights:
     try:
         found = read_arrays(where / "state", wanted, part=True)["weights"]
     except Exception as error:
+        if out_of_memory(error):
+            raise
         raise UsageError(f"{where} cannot be read, it is damaged or foreign: {first_line(error)}.") from error
     numbers = {f".weights{name}": number for name, number in checksums(found).items()}
     wrong = [name for name, number in numbers.items() if source.said["checksums"].get(name) != number]

@@ -173,6 +173,8 @@ class Checkpoints:
         try:
             found = read_arrays(self.folder / str(step) / "state", state)
         except Exception as error:
+            if out_of_memory(error):
+                raise
             raise self._unreadable(step, error) from error
         wrong = [name for name, number in checksums(found).items() if self._checksums.get(name) != number]
         if wrong:
@@ -251,6 +253,11 @@ def write_whole(path: pathlib.Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text)
     temporary.replace(path)
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether devices had no room, which says nothing about what was read."""
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def first_line(error: Exception) -> str:

@@ -7,6 +7,7 @@ import rich.table
 
 from striped_attention.planning.cost import Cost, estimate, gigabytes
 from striped_attention.training.config import TrainConfig
+from striped_attention.training.settle import assumed
 
 
 def show(config: TrainConfig, mesh: dict[str, int], start: Sequence[str] = ()) -> None:
@@ -28,6 +29,7 @@ def show(config: TrainConfig, mesh: dict[str, int], start: Sequence[str] = ()) -
         f"stages take {config.chunk:,} tokens at a time."
     )
     console.print(_memory(cost))
+    console.print(_fit(config, cost))
     console.print(_work(cost))
     if cost.replicated:
         console.print(
@@ -35,6 +37,21 @@ def show(config: TrainConfig, mesh: dict[str, int], start: Sequence[str] = ()) -
             f"all of it. A number of devices that divides the model's dim saves that memory."
         )
     console.print("An estimate from shapes: nothing was compiled, nothing allocated.")
+
+
+def _fit(config: TrainConfig, cost: Cost) -> str:
+    """Whether the step fits, in a sentence, on the hardware that a dry run assumes."""
+    hardware = assumed(config)
+    room = int(config.memory * hardware.memory)
+    whole = gigabytes(int(hardware.memory))
+    of = f"the {gigabytes(room)} that --memory {config.memory:g} allows of a device with {whole}"
+    if cost.total_memory <= room:
+        return f"It fits: {gigabytes(cost.total_memory)} of {of} (assumed: {hardware.name})."
+    less = "" if config.remat == "full" else ", or leave out --remat and --chunk"
+    return (
+        f"[red]It does not fit:[/] {gigabytes(cost.total_memory)} are more than {of} (assumed: {hardware.name}). Use "
+        f"more devices, a shorter --sequence-length or more parts of a batch (--accumulate){less}."
+    )
 
 
 def _memory(cost: Cost) -> rich.table.Table:

@@ -26,7 +26,7 @@ MEGABYTE = 2**20
 
 def reserve(share: float) -> None:
     """Let JAX take so much of a GPU's memory, unless the environment says otherwise. Before any device is used."""
-    os.environ.setdefault(FRACTION, f"{share:.2f}")
+    os.environ.setdefault(FRACTION, f"{share:g}")
 
 
 def available(config: TrainConfig) -> float:
@@ -73,13 +73,20 @@ def needed(program: Program) -> int | None:
 def fitting(program: Program, asked: TrainConfig, room: float, say: Callable[[str], None]) -> Program:
     """The program, compiled, or one that keeps less for the backward pass if it needs more than there is.
 
-    `asked` are the options before --remat and --chunk were settled. If nothing needs less, the program as it is.
+    `asked` are the options before --remat and --chunk were settled. If nothing needs less, the program as it is, and a
+    warning.
     """
     sizes = {str(axis): size for axis, size in program.mesh.shape.items()}
     while (need := needed(program)) is None or need > room:
         asked = dataclasses.replace(asked, strategy=program.config.strategy)
         less = budget.frugal(program.config, asked, sizes)
         if less is None:
+            if need is not None:
+                say(
+                    f"Warning: the step needs {gigabytes(need)} of memory per device, more than the "
+                    f"{gigabytes(int(room))} that --memory allows, and nothing that needs less is left. Use more "
+                    f"devices, a shorter --sequence-length or more parts of a batch (--accumulate)."
+                )
             break
         said = "too much" if need is None else f"{gigabytes(need)} of {gigabytes(int(room))}"
         say(f"The compiled step needs {said} of memory per device: trying --remat {less.remat} --chunk {less.chunk} …")

@@ -10,10 +10,15 @@ from striped_attention.planning import budget
 from striped_attention.planning.cost import estimate
 from striped_attention.planning.plan import Choice, assess
 from striped_attention.planning.setting import Setting
-from striped_attention.runtime.hardware import hardware_of
+from striped_attention.runtime.hardware import Hardware, hardware_of
 from striped_attention.strategies.choice import fastest_that_fits
 from striped_attention.strategies.strategy import AUTO, candidates
 from striped_attention.training.config import TrainConfig
+
+
+def assumed(config: TrainConfig, platform: str | None = None, kind: str = "") -> Hardware:
+    """The hardware that is planned for."""
+    return hardware_of(platform or ("gpu" if config.cpu_devices is None else "cpu"), kind)
 
 
 def settle(
@@ -30,7 +35,7 @@ def settle(
     bytes of a device that a step may use; by default --memory of what such a device has. If nothing fits, it is what
     needs least. Of packed documents, which differ from step to step, lengths as `striped plan` draws them are taken.
     """
-    hardware = hardware_of(platform or ("gpu" if config.cpu_devices is None else "cpu"), kind)
+    hardware = assumed(config, platform, kind)
     available = config.memory * hardware.memory if available is None else available
     if config.strategy != AUTO:
         return budget.within(config, sizes, available)

@@ -133,10 +133,9 @@ def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
     except ValueError as error:
         raise UsageError(f"{error} On a CPU --cpu-devices makes as many virtual devices as you like.") from error
     if config.batch % (sizes[AXES.batch] * config.accumulate):
-        times = f" times --accumulate, {config.accumulate}" if config.accumulate > 1 else ""
         raise UsageError(
-            f"--batch must be a multiple of the mesh's {AXES.batch} axis, {sizes[AXES.batch]}{times}; got "
-            f"{config.batch}."
+            f"--batch must be a multiple of {sizes[AXES.batch] * config.accumulate}, the mesh's {AXES.batch} axis "
+            f"({sizes[AXES.batch]}) times --accumulate ({config.accumulate}); got {config.batch}."
         )
     if config.sequence_length < sizes[AXES.sequence]:
         raise UsageError(
