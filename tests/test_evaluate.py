@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import re
@@ -16,13 +17,17 @@ import tokenizers
 
 import striped_attention as sa
 from striped_attention import cli, data
-from striped_attention.errors import UsageError
+from striped_attention.errors import Diverged, UsageError
+from striped_attention.evaluation import command
 from striped_attention.evaluation.config import EvaluateConfig
 from striped_attention.evaluation.forward import compile_answers, make_program
 from striped_attention.evaluation.needle import Haystacks
 from striped_attention.generation import text
 from striped_attention.models.stages import AXES
 from striped_attention.runtime.mesh import make_mesh
+from striped_attention.training.loss_by_position import Losses, Range
+from striped_attention.training.source import find
+from striped_attention.training.validation import HeldOut
 from tests.test_engine import SMALL, TEXT, dense_scores, engine_of, greedy, weights_of
 from tests.test_huggingface import LENGTH, TOKENS, original, save, their_scores
 from tests.test_start import rewritten
@@ -178,15 +183,47 @@ def test_what_cannot_be_evaluated_is_told(tmp_path, capsys):
         assert message in error
 
 
-@pytest.mark.parametrize("command", ["evaluate --only perplexity", "evaluate", "generate --prompt the"])
-def test_a_tokenizer_with_another_vocabulary_than_the_models_is_refused(command, tmp_path, capsys):
+@pytest.mark.parametrize("asked", ["evaluate --only perplexity", "evaluate", "generate --prompt the"])
+def test_a_tokenizer_with_another_vocabulary_than_the_models_is_refused(asked, tmp_path, capsys):
     folder = rewritten(tmp_path / "model")
     write_tokenizer(folder / "tokenizer.json", {"the": 0, "</s>": 1, "[UNK]": 2})
     other = write_tokenizer(tmp_path / "other.json", {"the": 1, "</s>": 0, "[UNK]": 2})
-    assert cli.main([*command.split(), "--model", str(folder), "--tokenizer", str(other)]) == 2
+    assert cli.main([*asked.split(), "--model", str(folder), "--tokenizer", str(other)]) == 2
     error = capsys.readouterr().err
     assert f"{other} has another vocabulary than {folder / 'tokenizer.json'}. Leave --tokenizer out." in error
     assert error.count("\n") == 1
+
+
+def measured(tmp_path, tokens, **options):
+    """What is there before weights are read, of a model for 64 positions."""
+    np.save(tmp_path / "x.npy", np.array(tokens, np.uint16))
+    folder = tmp_path / "model"
+    source = find(folder if folder.is_dir() else rewritten(folder))
+    asked = dict(model=folder, data=(str(tmp_path / "x.npy"),), end_token=7, only="perplexity")
+    return command.Run(EvaluateConfig(**{**asked, **options}), source)
+
+
+def test_data_without_a_token_that_counts_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="--data needs tokens that count in the loss, but none does in 1 sequence of"):
+        measured(tmp_path, [7] * 100)
+
+
+@pytest.mark.parametrize(("length", "warned"), [(64, ""), (65, "--sequence-length 65 is longer than the 64 positions")])
+def test_sequences_longer_than_the_models_positions_are_warned_of(length, warned, tmp_path, capsys):
+    measured(tmp_path, [1] * 100, sequence_length=length)
+    error = capsys.readouterr().err
+    assert warned in error if warned else not error
+
+
+def test_json_never_holds_infinity_or_nan(tmp_path, capsys, monkeypatch):
+    run = measured(tmp_path, range(60), sequence_length=8)
+    monkeypatch.setattr(HeldOut, "losses", lambda *_: Losses(800.0, 3, (Range(0, 7, 3, 800.0),)))
+    said = run.perplexity(run.held_out, {})
+    assert (said["loss"], said["perplexity"]) == (800, None)
+    assert "inf" in capsys.readouterr().out
+    monkeypatch.setattr(HeldOut, "losses", lambda *_: Losses(math.nan, 3, ()))
+    with pytest.raises(Diverged, match=r"loss must be a number, but that of .*model is nan\. Try --dtype float32"):
+        run.perplexity(run.held_out, {})
 
 
 def test_a_model_that_went_on_with_long_documents_beats_its_short_self_on_far_positions(tmp_path):

@@ -227,6 +227,12 @@ def test_held_out_data_that_cannot_be_is_told_before_compiling(tmp_path):
     (tmp_path / "short.txt").write_text("short")
     refuse("short.txt holds 6 tokens, too few.*with --validation", validation=(str(tmp_path / "short.txt"),))
     refuse("--validate-every needs --validation", validate_every=3)
+    np.save(tmp_path / "x.npy", np.arange(999) % 250)
+    np.save(tmp_path / "ends.npy", np.full(999, 250))
+    refuse(
+        "--validation needs tokens that count in the loss, but none does in 15 sequences of .*ends.npy",
+        **dict(data=(str(tmp_path / "x.npy"),), end_token=250, validation=(str(tmp_path / "ends.npy"),)),
+    )
 
 
 def test_weights_and_biases_gets_the_metrics_of_every_step(half, monkeypatch):

@@ -6,6 +6,7 @@ import pytest
 
 import striped_attention as sa
 from striped_attention import data
+from striped_attention.errors import UsageError
 from striped_attention.training import loss_by_position
 from striped_attention.training.loss_by_position import range_starts
 from striped_attention.training.validation import HeldOut
@@ -66,3 +67,17 @@ def test_losses_by_position_are_those_of_a_plain_model(mesh, layout):
     np.testing.assert_allclose([r.loss for r in found.ranges], losses[seen] / counts[seen], rtol=1e-5)
     np.testing.assert_allclose(found.loss, losses.sum() / counts.sum(), rtol=1e-5)
     assert found.tokens == tokens.sum()
+
+
+def test_sequences_without_a_token_that_counts_are_refused():
+    """The first 500 tokens end documents one by one; the last 499 are one document."""
+    tokens = np.full(1000, 256, np.int32)
+    tokens[500:] = 1
+    run, corpus = program((1, 1)), data.Corpus(tokens, 256, 257, "it")
+    HeldOut(run, corpus, 2).check("--data", "--sequences")
+    with pytest.raises(UsageError) as caught:
+        HeldOut(run, corpus, 1).check("--data", "--sequences")
+    assert str(caught.value) == (
+        "--data needs tokens that count in the loss, but none does in 1 sequence of it. Give other data, or more of it "
+        "with --sequences."
+    )

@@ -12,7 +12,7 @@ import rich.console
 import rich.progress
 
 from striped_attention import data
-from striped_attention.errors import UsageError
+from striped_attention.errors import Diverged, UsageError
 from striped_attention.evaluation import table
 from striped_attention.evaluation.config import EvaluateConfig
 from striped_attention.evaluation.forward import compile_answers, make_program, plain_config
@@ -22,6 +22,7 @@ from striped_attention.models.llama import Weights
 from striped_attention.runtime.mesh import make_mesh
 from striped_attention.runtime.record import metadata, write
 from striped_attention.training import arrays, trainer
+from striped_attention.training.loss_by_position import perplexity
 from striped_attention.training.source import Source, find
 from striped_attention.training.validation import HeldOut, check_unweighted
 
@@ -90,6 +91,20 @@ class Run:
         if config.only != "needle":
             program = make_program(config, source.model, self.mesh, length, documents=corpus.documents)
             self.held_out = HeldOut(program, corpus, config.sequences)
+            self.held_out.check("--data", "--sequences")
+        self._warn_of_length()
+
+    def _warn_of_length(self) -> None:
+        """Say so if sequences are longer than what the model is made for."""
+        flag, longest = "--sequence-length", self.config.sequence_length or 0
+        if self.haystacks is not None and max(self.lengths) > longest:
+            flag, longest = "--lengths", max(self.lengths)
+        if longest > self.source.positions:
+            self.notes.print(
+                f"Warning: {flag} {longest} is longer than the {self.source.positions} positions that the model is "
+                f"made for.",
+                soft_wrap=True,
+            )
 
     def _load(self) -> data.Data:
         config, source = self.config, self.source
@@ -111,8 +126,14 @@ class Run:
         """The loss by position: shown, and as JSON."""
         with self._bar("perplexity", held_out.batches) as advance:
             found = held_out.losses(weights, lambda done: advance(1))
-        self.shown.print(table.perplexity(found))
-        return {**found.as_json(), "perplexity": math.exp(found.loss), "sequences": held_out.sequences}
+        self._check_finite("loss", found.loss)
+        self.shown.print(table.losses(found))
+        value = perplexity(found.loss)
+        return {
+            **found.as_json(),
+            "perplexity": value if math.isfinite(value) else None,
+            "sequences": held_out.sequences,
+        }
 
     def needles(self, haystacks: Haystacks, weights: Weights) -> dict[str, Any]:
         """Whether the model finds them, by length and depth: shown, and as JSON."""
@@ -135,11 +156,19 @@ class Run:
             wrong += found.wrong[: len(some)].tolist()
             losses += found.loss[: len(some)].tolist()
             advance(len(some))
+        self._check_finite("loss of an answer", float(np.sum(losses)))
         by_depth = zip(*(np.reshape(x, (-1, config.draws)) for x in (wrong, losses)), strict=True)
         return [
             Cell(length, depth, config.draws, int(np.sum(wrong == 0)), float(np.mean(losses)))
             for depth, (wrong, losses) in zip(config.depths, by_depth, strict=True)
         ]
+
+    def _check_finite(self, what: str, value: float) -> None:
+        if not math.isfinite(value):
+            raise Diverged(
+                f"The {what} must be a number, but that of {self.config.model} is {value}. Try --dtype float32; if it "
+                f"stays, the model's weights are broken."
+            )
 
     @contextlib.contextmanager
     def _bar(self, what: str, total: int) -> Iterator[Any]:

@@ -1,6 +1,5 @@
 """Table: what was measured, for a terminal."""
 
-import math
 from collections.abc import Sequence
 
 import rich.box
@@ -8,10 +7,10 @@ import rich.table
 import rich.text
 
 from striped_attention.evaluation.needle import Cell
-from striped_attention.training.loss_by_position import Losses
+from striped_attention.training.loss_by_position import Losses, perplexity
 
 
-def perplexity(found: Losses) -> rich.table.Table:
+def losses(found: Losses) -> rich.table.Table:
     """A line for every range of positions, and one for all."""
     table = rich.table.Table(
         "context (tokens)", "tokens", "loss", "perplexity", box=rich.box.SIMPLE_HEAD, pad_edge=False
@@ -19,9 +18,9 @@ def perplexity(found: Losses) -> rich.table.Table:
     for column in table.columns:
         column.justify = "right"
     for r in found.ranges:
-        table.add_row(f"{r.first:,}–{r.last:,}", f"{r.tokens:,}", f"{r.loss:.4f}", f"{math.exp(r.loss):,.2f}")
+        table.add_row(f"{r.first:,}–{r.last:,}", f"{r.tokens:,}", f"{r.loss:.4f}", f"{perplexity(r.loss):,.2f}")
     table.add_section()
-    table.add_row("all", f"{found.tokens:,}", f"{found.loss:.4f}", f"{math.exp(found.loss):,.2f}")
+    table.add_row("all", f"{found.tokens:,}", f"{found.loss:.4f}", f"{perplexity(found.loss):,.2f}")
     return table
 
 

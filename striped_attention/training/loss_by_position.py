@@ -10,6 +10,7 @@ not. Every device adds up the losses of its own slots in float32, range by range
 """
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -72,6 +73,14 @@ def input_specs(inputs: Inputs) -> Inputs:
     return Inputs(tokens, tokens, tokens, jax.tree.map(lambda _: tokens, inputs.mask), PartitionSpec(AXES.everything))
 
 
+def perplexity(loss: float) -> float:
+    """e to the loss; infinite where a float cannot hold it."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
 @dataclasses.dataclass(frozen=True)
 class Range:
     """Tokens with a context of `first` to `last` tokens, and their mean loss."""
@@ -92,16 +101,16 @@ class Losses:
 
     @classmethod
     def of(cls, sums: Sums, length: int) -> "Losses":
-        """From sums over all batches, on the host. The loss is NaN if no token has a loss weight."""
+        """From sums over all batches, on the host. At least one token must have a loss weight."""
         losses, weights, tokens = (np.asarray(x) for x in sums)
+        assert tokens.any(), "no token counts"
         starts = range_starts(length)
         ends = [*starts[1:], length]
         ranges = tuple(
             Range(starts[i], ends[i] - 1, int(tokens[i]), float(losses[i] / weights[i]))
             for i in np.flatnonzero(tokens > 0)
         )
-        total = float(weights.sum())
-        return cls(float(losses.sum()) / total if total > 0 else float("nan"), int(tokens.sum()), ranges)
+        return cls(float(losses.sum() / weights.sum()), int(tokens.sum()), ranges)
 
     def as_json(self) -> dict[str, Any]:
         by_position = [{"from": r.first, "to": r.last, "tokens": r.tokens, "loss": r.loss} for r in self.ranges]

@@ -41,7 +41,9 @@ def held_out(program: Program) -> "HeldOut | None":
     # As much at a time as a step works on, which may be a part of a batch.
     part = dataclasses.replace(config, batch=config.batch // config.accumulate, accumulate=1)
     own = dataclasses.replace(program, config=part, documents=corpus.documents)
-    return HeldOut(own, corpus, config.validation_sequences or SEQUENCES)
+    found = HeldOut(own, corpus, config.validation_sequences or SEQUENCES)
+    found.check("--validation", "--validation-sequences")
+    return found
 
 
 @contextlib.contextmanager
@@ -76,6 +78,15 @@ class HeldOut:
     def _rows(self) -> int:
         return data.whole_rows(self.corpus, self.program.config.sequence_length)
 
+    def check(self, data_flag: str, count_flag: str) -> None:
+        """Raise if no token of all sequences counts in the loss. Reads no more of them than it must."""
+        if not any(self._read(number).weights.any() for number in range(self.sequences)):
+            more = f", or more of it with {count_flag}" if self.sequences < self._rows else ""
+            raise UsageError(
+                f"{data_flag} needs tokens that count in the loss, but none does in {self.sequences:,} "
+                f"sequence{'s' * (self.sequences > 1)} of {self.corpus.source}. Give other data{more}."
+            )
+
     @property
     def batches(self) -> int:
         return -(-self.sequences // self.program.config.batch)
@@ -104,12 +115,16 @@ class HeldOut:
         assert totals is not None
         return Losses.of(totals, self.program.config.sequence_length)
 
+    def _read(self, number: int) -> data.Batch:
+        """A sequence, by its number among those that are validated on."""
+        place = number * self._rows // self.sequences
+        return data.rows_in_order(self.corpus, place, 1, self.program.config.sequence_length)
+
     def _inputs(self, number: int) -> Inputs:
         """A batch on the mesh. What is missing in the last one is filled with sequences that do not count."""
         config, rows = self.program.config, self.program.rows
         numbers = np.arange(number * config.batch + rows.start, number * config.batch + rows.stop)
-        places = (numbers * self._rows // self.sequences).tolist()
-        read = [data.rows_in_order(self.corpus, place, 1, config.sequence_length) for place in places]
+        read = [self._read(number) for number in numbers.tolist()]
         batch = data.Batch(*(np.concatenate(arrays) for arrays in zip(*read, strict=True)))
         counts = (numbers < self.sequences)[:, None]
         return self.program.place(batch._replace(weights=np.where(counts, batch.weights, np.float32(0))))
