@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import json
 import os
 import pathlib
 import signal
@@ -159,6 +160,18 @@ def test_striped_tokenize_says_what_it_found_and_keeps_the_tokenizer(made, tmp_p
     assert not list(tmp_path.glob(".*"))
 
 
+def change(folder, **values):
+    """Other values in meta.json; None removes one."""
+    said = json.loads((folder / "meta.json").read_text()) | values
+    said = {key: value for key, value in said.items() if value is not None or key not in values}
+    (folder / "meta.json").write_text(json.dumps(said))
+
+
+def test_tokens_of_a_version_without_a_checksum_of_meta_json_are_read(made):
+    change(made, check=None)
+    assert load(made).tokens.tolist() == [0, 2, 1, 2] * 2
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -170,6 +183,11 @@ def test_striped_tokenize_says_what_it_found_and_keeps_the_tokenizer(made, tmp_p
         ),
         (lambda folder: (folder / "checks.bin").write_bytes(bytes(8)), "checks.bin is not what was written"),
         (lambda folder: (folder / "meta.json").write_text("{"), "meta.json cannot be read"),
+        (lambda folder: (folder / "meta.json").unlink(), "made is damaged: meta.json cannot be read"),
+        (lambda folder: change(folder, end=1), "meta.json is not what was written"),
+        (lambda folder: change(folder, check=None, dtype="<u4x"), "meta.json is not what was written"),
+        (lambda folder: change(folder, check=None, vocabulary="a"), "meta.json is not what was written"),
+        (lambda folder: change(folder, check=None, sizes=[]), "meta.json (cannot be read|is not what was written)"),
         (
             lambda folder: (folder / "meta.json").write_text('{"format": "striped_attention tokens 0"}'),
             "another version",

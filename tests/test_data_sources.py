@@ -12,6 +12,7 @@ import pytest
 
 from striped_attention import cli, data
 from striped_attention.errors import UsageError
+from striped_attention.training.config import TrainConfig
 from tests.test_train_data import write_tokenizer
 
 TEXTS = ["The first document.\n", "Ἐν ἀρχῇ ἦν ὁ λόγος, ", "x", "a\nlonger\tone " * 40, "", "the last"]
@@ -236,6 +237,9 @@ def two_columns_of_one_name(path):
 
 
 BAD = {
+    r"hub holds the weights of a model \(model.safetensors\), not data": lambda path: folder_of(
+        path / "hub", ["model.safetensors", "pytorch_model.bin"], [b"x", b"x"]
+    ),
     r"x.parquet must have one column 'text', but has 2": two_columns_of_one_name,
     r"x.arrow is cut short or damaged \(.*offset": lambda path: with_offset_beyond_the_end(path, stream=False),
     r"x.arrow is cut short or damaged \(offset": lambda path: with_offset_beyond_the_end(path, stream=True),
@@ -302,6 +306,47 @@ def test_options_without_a_use_are_refused(tmp_path):
         load(text, chat="messages")
     with pytest.raises(UsageError, match="leave out --text-column and --loss-column"):
         load(text, chat="messages", text="text")
+
+
+def test_options_of_training_and_held_out_data_go_together(tmp_path):
+    np.save(tmp_path / "x.npy", np.arange(50))
+    records, plain = written(tmp_path / "x.jsonl", lines(["ab"], "body")), written(tmp_path / "x.txt", b"hello")
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json", {"ab": 0, "</s>": 1, "hello": 2, "[UNK]": 3})
+    options = dict(tokenizer=tokenizer, end_token=1, text_column="body", data_cache=tmp_path / "cache")
+
+    def both(one, other, **more):
+        config = TrainConfig(data=(str(one),), validation=(str(other),), **(options | more))
+        config.check(config.data)
+        config.check(config.validation)
+        return config.load(config.data).size, config.load(config.validation).size
+
+    assert both(tmp_path / "x.npy", records) == (50, 2)
+    assert both(records, tmp_path / "x.npy") == (2, 50)
+    assert both(records, plain, end_token=None) == (2, 2)
+    assert both(plain, records, end_token=None) == (2, 2)
+    with pytest.raises(UsageError, match="--data and --validation hold tokens already, as"):
+        both(tmp_path / "x.npy", tmp_path / "x.npy")
+    with pytest.raises(UsageError, match="--end-token is for"):
+        both(records, plain)
+    with pytest.raises(UsageError, match=r"--text-column is for .* but .*x.txt is text by its name"):
+        both(tmp_path / "x.npy", plain)
+
+
+def test_a_check_finds_what_can_be_found_without_reading(tmp_path):
+    def refuse(message, *sources, **options):
+        config = TrainConfig(data=tuple(map(str, sources)), **options)
+        with pytest.raises(UsageError, match=message):
+            config.check(config.data)
+
+    tokens, records = tokenised(tmp_path, TEXTS), tmp_path / "x.jsonl"
+    TrainConfig(data=(str(tokens), str(records))).check((str(tokens), str(records)))
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json", {"ab": 0, "</s>": 1, "[UNK]": 2})
+    refuse("tokens was tokenised as bytes, without a tokenizer, not with", tokens, own_tokenizer=tokenizer)
+    refuse("--chat-column needs --tokenizer", records, chat_column="messages")
+    refuse("Chat needs a template", records, chat_column="messages", tokenizer=tokenizer)
+    refuse("--end-token is for", records, end_token=3)
+    (tokens / "tokens.bin").write_bytes(b"")
+    refuse("tokens is damaged: tokens.bin has 0 bytes", tokens)
 
 
 def test_the_text_may_be_in_any_column(tmp_path):

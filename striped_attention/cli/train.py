@@ -6,14 +6,13 @@ from striped_attention.training.config import TrainConfig
 
 def run(config: TrainConfig) -> int:
     """Train; also what each of several local processes runs."""
-    from striped_attention import data
     from striped_attention.training import dry_run, launch, memory, settle, start, trainer, validation
 
     def train() -> int:
         if config.dry_run:
             begin = start.look(config)
             sizes = trainer.mesh_sizes(config, config.cpu_devices)
-            data.check(config.data, config.tokenizer, begin.config.model.vocabulary)
+            begin.config.check(config.data)
             validation.check(begin.config)
             dry_run.show(settle.settle(begin.config, sizes, documents=True), sizes, begin.lines)
             return 0

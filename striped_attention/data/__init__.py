@@ -44,5 +44,6 @@ from striped_attention.data.sources import Named as Named
 from striped_attention.data.sources import all_raw as all_raw
 from striped_attention.data.sources import check as check
 from striped_attention.data.sources import has_raw as has_raw
+from striped_attention.data.sources import kept_tokenizer as kept_tokenizer
 from striped_attention.data.sources import load as load
 from striped_attention.data.sources import need_tokenizer as need_tokenizer

@@ -90,7 +90,8 @@ class Corpus:
         if least < 0 or most >= self.vocabulary:
             raise UsageError(
                 f"{self.source} holds the token {least if least < 0 else most}, but the vocabulary is "
-                f"{self.vocabulary}. Give the model the data's vocabulary with --vocabulary, or data of the right kind."
+                f"{self.vocabulary}. Give tokens of the model's own tokenizer; a model from scratch can have another "
+                f"--vocabulary."
             )
 
 

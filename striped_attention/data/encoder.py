@@ -110,10 +110,15 @@ def _characters(document: Document) -> np.ndarray:
     return counted
 
 
+def check_chat(tokenizer: pathlib.Path | None, columns: Columns) -> None:
+    """Raise for conversations without a model's files."""
+    if columns.chat is not None and tokenizer is None:
+        raise UsageError("--chat-column needs --tokenizer, a model's tokenizer.json with the chat template beside it.")
+
+
 def make_encoder(tokenizer: pathlib.Path | None, columns: Columns = NO_COLUMNS) -> Encoder:
     """What turns documents into tokens."""
-    if columns.chat is None:
-        return Encoder(columns) if tokenizer is None else TokenizerEncoder(tokenizer, columns, None)
+    check_chat(tokenizer, columns)
     if tokenizer is None:
-        raise UsageError("--chat-column needs --tokenizer, a model's tokenizer.json with the chat template beside it.")
-    return TokenizerEncoder(tokenizer, columns, ChatTemplate.beside(tokenizer))
+        return Encoder(columns)
+    return TokenizerEncoder(tokenizer, columns, None if columns.chat is None else ChatTemplate.beside(tokenizer))

@@ -22,6 +22,7 @@ TEXT, LINES, PARQUET, ARROW = "text", "JSON lines", "Parquet", "Arrow"
 KINDS = {".jsonl": LINES, ".ndjson": LINES, ".parquet": PARQUET, ".arrow": ARROW}
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 TOKENS = (".npy", ".bin")
+WEIGHTS = ".safetensors"
 
 
 class File(NamedTuple):
@@ -41,6 +42,12 @@ class Files(NamedTuple):
 
 def find_files(path: pathlib.Path) -> Files:
     """The files of a path."""
+    weights = [path] if path.is_file() else sorted(path.glob(f"*{WEIGHTS}"))
+    if weights and weights[0].suffix == WEIGHTS:
+        raise UsageError(
+            f"{path} holds the weights of a model ({weights[0].name}), not data. Give text, JSON lines, Parquet or "
+            f"Arrow, or a folder of one of them."
+        )
     if path.is_file():
         return Files((_file(path),), str(path))
     _refuse_splits(path)

@@ -19,11 +19,13 @@ from striped_attention.data import cache, raw, store
 from striped_attention.data.batch import Data
 from striped_attention.data.columns import NO_COLUMNS, Columns
 from striped_attention.data.corpus import Corpus
-from striped_attention.data.encoder import BYTES_HASH, make_encoder
-from striped_attention.data.files import find_files, standard_library
+from striped_attention.data.encoder import BYTES_HASH, Encoder, check_chat, make_encoder
+from striped_attention.data.files import TEXT, find_files, standard_library
 from striped_attention.data.mixture import Mixture
 from striped_attention.data.tokenizer import tokenizer_hash
 from striped_attention.errors import UsageError
+
+MADE = {"raw", "store"}  # kinds of sources that hold tokens already
 
 Named = pathlib.Path | str | Sequence[str] | None
 
@@ -73,16 +75,25 @@ def _parse(text: str) -> Source:
     return Source(pathlib.Path(path), weight)
 
 
-def check(sources: Named, tokenizer: pathlib.Path | None, vocabulary: int) -> None:
-    """Raise for sources that cannot be loaded, as far as that can be seen without reading them."""
-    for source in parse(sources):
-        if source.path is not None and not source.path.exists():
-            raise UsageError(
-                f"--data {source.path} does not exist. Give text, JSON lines, Parquet or Arrow, a folder of one of "
-                f"them or of striped tokenize, or tokens as .npy or .bin."
-            )
-    if tokenizer is not None:
-        make_encoder(tokenizer).check(vocabulary)
+def check(
+    sources: Named,
+    tokenizer: pathlib.Path | None,
+    end: int | None,
+    vocabulary: int,
+    columns: Columns = NO_COLUMNS,
+    together: Sequence[Named] = (),
+) -> None:
+    """Raise for sources that cannot be loaded, as far as that can be seen without reading all of them."""
+    given = _there(sources)
+    _check_used(together or (sources,), tokenizer, end, columns)
+    kinds = {path: _kind(path, columns) for path, _ in given}
+    made = [_made_before(path, tokenizer, end, vocabulary) for path, kind in kinds.items() if kind in MADE]
+    _check_one_tokenizer([(corpus.made_with, corpus.source) for corpus in made if corpus.made_with is not None])
+    for kind in set(kinds.values()) - MADE:
+        _encoder(kind, tokenizer, vocabulary, columns)
+    for path, kind in kinds.items():
+        if path is not None and kind not in MADE:
+            find_files(path)
 
 
 def load(
@@ -92,27 +103,50 @@ def load(
     vocabulary: int,
     columns: Columns = NO_COLUMNS,
     cache_folder: pathlib.Path | None = None,
+    together: Sequence[Named] = (),
 ) -> Data:
-    """The corpus of a source, or the mixture of several. What is not tokenised yet is, into the cache."""
-    check(sources, None, vocabulary)
-    given = parse(sources)
-    _check_used([_kind(source.path) for source in given], tokenizer, end, columns)
-    paths = [source.path for source in given]
-    corpora = {path: _made_before(path, tokenizer, end, vocabulary) for path in paths if _kind(path) != "text"}
-    texts = [path for path in paths if path not in corpora]
+    """The corpus of a source, or the mixture of several. What is not tokenised yet is, into the cache.
+
+    An option that no source has a use for is refused. `together` is --data and --validation, which share the options.
+    """
+    given = _there(sources)
+    _check_used(together or (sources,), tokenizer, end, columns)
+    kinds = {path: _kind(path, columns) for path, _ in given}
+    corpora = {path: _made_before(path, tokenizer, end, vocabulary) for path, kind in kinds.items() if kind in MADE}
     made = [(corpus.made_with, corpus.source) for corpus in corpora.values() if corpus.made_with is not None]
-    if texts:
-        encoder = make_encoder(tokenizer, columns)
-        encoder.check(vocabulary)
-        _check_one_tokenizer([*made, (encoder.identity or BYTES_HASH, str(texts[0] or "Python's standard library"))])
-        for path in texts:
-            files = standard_library() if path is None else find_files(path)
-            corpus = cache.open_or_build(files, encoder, cache_folder)
-            corpora[path] = dataclasses.replace(corpus, vocabulary=vocabulary)
+    encoders = {kind: _encoder(kind, tokenizer, vocabulary, columns) for kind in set(kinds.values()) - MADE}
+    if encoders:
+        first = next(path for path, kind in kinds.items() if kind not in MADE)
+        identity = encoders[kinds[first]].identity or BYTES_HASH
+        _check_one_tokenizer([*made, (identity, str(first or "Python's standard library"))])
     _check_one_tokenizer(made)
-    parts = tuple(corpora[path] for path in paths)
+    for path, kind in kinds.items():
+        if kind in encoders:
+            files = standard_library() if path is None else find_files(path)
+            corpus = cache.open_or_build(files, encoders[kind], cache_folder)
+            corpora[path] = dataclasses.replace(corpus, vocabulary=vocabulary)
+    parts = tuple(corpora[source.path] for source in given)
     weights = (Fraction(part.size) if s.weight is None else s.weight for part, s in zip(parts, given, strict=True))
     return parts[0] if len(parts) == 1 else Mixture(parts, tuple(weights))
+
+
+def _there(sources: Named) -> list[Source]:
+    """What --data says. Raises for a path that does not exist."""
+    given = parse(sources)
+    for path, _ in given:
+        if path is not None and not path.exists():
+            raise UsageError(
+                f"--data {path} does not exist. Give text, JSON lines, Parquet or Arrow, a folder of one of "
+                f"them or of striped tokenize, or tokens as .npy or .bin."
+            )
+    return given
+
+
+def _encoder(kind: str, tokenizer: pathlib.Path | None, vocabulary: int, columns: Columns) -> Encoder:
+    """What turns sources of a kind into tokens; plain text has no columns."""
+    encoder = make_encoder(tokenizer, columns if kind == "records" else NO_COLUMNS)
+    encoder.check(vocabulary)
+    return encoder
 
 
 def _made_before(path: pathlib.Path | None, tokenizer: pathlib.Path | None, end: int | None, vocabulary: int) -> Corpus:
@@ -134,7 +168,7 @@ def _check_one_tokenizer(made: list[tuple[str, str]]) -> None:
 
 def need_tokenizer(sources: Named) -> bool:
     """Whether any source is text that has to become tokens."""
-    return any(_kind(source.path) == "text" for source in parse(sources))
+    return not {_kind(source.path) for source in parse(sources)} <= MADE
 
 
 def all_raw(sources: Named) -> bool:
@@ -147,24 +181,42 @@ def has_raw(sources: Named) -> bool:
     return any(source.path is not None and source.path.suffix in raw.TOKENS for source in parse(sources))
 
 
-def _kind(path: pathlib.Path | None) -> str:
+def kept_tokenizer(sources: Named) -> pathlib.Path | None:
+    """The tokenizer.json that lies beside the tokens of a source, if there is one."""
+    paths = [path / store.TOKENIZER for path, _ in parse(sources) if path is not None and _kind(path) == "store"]
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _kind(path: pathlib.Path | None, columns: Columns = NO_COLUMNS) -> str:
+    """raw or store, which hold tokens, or text. If columns are asked for, what has columns is records."""
     if path is not None and path.suffix in raw.TOKENS and path.is_file():
         return "raw"
-    return "store" if path is not None and store.is_store(path) else "text"
+    if path is not None and store.is_store(path):
+        return "store"
+    files = () if path is None or columns == NO_COLUMNS or not path.exists() else find_files(path).files
+    return "records" if files and files[0].kind != TEXT else "text"
 
 
-def _check_used(kinds: list[str], tokenizer: pathlib.Path | None, end: int | None, columns: Columns) -> None:
+def _check_used(together: Sequence[Named], tokenizer: pathlib.Path | None, end: int | None, columns: Columns) -> None:
     """Raise for an option that none of the sources has a use for."""
-    if tokenizer is not None and set(kinds) == {"raw"}:
+    kinds = {path: _kind(path, columns) for sources in together for path, _ in parse(sources)}
+    where, s = ("--data and --validation", "") if len(together) > 1 else ("--data", "s")
+    if tokenizer is not None and set(kinds.values()) == {"raw"}:
         raise UsageError(
-            "--data holds tokens already, as .npy or .bin: leave out --tokenizer, or give the text itself."
+            f"{where} hold{s} tokens already, as .npy or .bin: leave out --tokenizer, or give the text itself."
         )
-    if end is not None and "raw" not in kinds:
+    if end is not None and "raw" not in kinds.values():
         raise UsageError("--end-token is for .npy and .bin data; text ends its documents by itself. Leave it out.")
-    if columns != NO_COLUMNS and "text" not in kinds:
-        raise UsageError(
-            f"{columns.option} is for JSON lines, Parquet and Arrow, but --data holds tokens already. Leave it out."
-        )
+    if columns == NO_COLUMNS or "records" in kinds.values():
+        return
+    texts = [str(path or "Python's standard library") for path, kind in kinds.items() if kind == "text"]
+    if texts:
+        check_chat(tokenizer, columns)
+    what = f"{texts[0]} is text by its name" if texts else f"{where} hold{s} tokens already"
+    raise UsageError(
+        f"{columns.option} is for JSON lines, Parquet and Arrow, but {what}. Leave it out, or give data that has "
+        f"columns."
+    )
 
 
 def _stored(path: pathlib.Path, tokenizer: pathlib.Path | None, vocabulary: int) -> Corpus:
@@ -178,6 +230,6 @@ def _stored(path: pathlib.Path, tokenizer: pathlib.Path | None, vocabulary: int)
     if meta.vocabulary > vocabulary:
         raise UsageError(
             f"{path} needs a vocabulary of at least {meta.vocabulary}, but the model's is {vocabulary}. "
-            f"Set --vocabulary {meta.vocabulary} or give the model's own tokens."
+            f"Give tokens of the model's own tokenizer; a model from scratch can have --vocabulary {meta.vocabulary}."
         )
     return dataclasses.replace(corpus, vocabulary=vocabulary, source=str(path))

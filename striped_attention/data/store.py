@@ -48,7 +48,14 @@ class Meta:
 
     def as_json(self) -> str:
         said = {"format": FORMAT, "written_by": __version__, **dataclasses.asdict(self)}
+        said["check"] = _checksum(said)
         return json.dumps(said, indent=2) + "\n"
+
+
+def _checksum(said: dict[str, Any]) -> str:
+    """Of everything in meta.json but itself."""
+    said = {key: value for key, value in said.items() if key != "check"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 class _Checked:
@@ -129,7 +136,7 @@ class Writer:
 def is_store(path: pathlib.Path) -> bool:
     """Whether a path is a folder of this kind, damaged or not."""
     if not (path / META).is_file():
-        return False
+        return all((path / name).is_file() for name in (CHECKS, "tokens.bin"))
     return (path / CHECKS).exists() or b'"striped_attention tokens' in (path / META).read_bytes()[:100]
 
 
@@ -157,12 +164,30 @@ def open_store(path: pathlib.Path) -> tuple[Corpus, Meta]:
 def _read_meta(path: pathlib.Path) -> Meta:
     try:
         said = json.loads((path / META).read_bytes())
-        if said.pop("format") != FORMAT:
+        if said["format"] != FORMAT:
             raise UsageError(f"{path} was written by another version of `striped tokenize`. Tokenise the source again.")
-        said.pop("written_by")
+        whole = said.get("check", _checksum(said)) == _checksum(said)  # older ones have none
+        said = {key: value for key, value in said.items() if key not in ("format", "written_by", "check")}
+        if not (whole and _sensible(said)):
+            raise _damaged(path, f"{META} is not what was written")
         return Meta(**{**said, "counts": Counts(**said["counts"])})
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise _damaged(path, f"{META} cannot be read ({error})") from error
+
+
+def _sensible(said: dict[str, Any]) -> bool:
+    """Whether the values of meta.json are such as are written."""
+    sizes, example = said["sizes"], said["counts"].get("example")
+    counts = [value for name, value in said["counts"].items() if name != "example"]
+    numbers = [said["end"], said["vocabulary"], *sizes.values(), *counts]
+    texts = [said["source"], said["checks"], said["tokenizer"] or "", example or ""]
+    return (
+        all(type(number) is int and number >= 0 for number in numbers)
+        and all(isinstance(text, str) for text in texts)
+        and {"tokens.bin", "starts.bin"} <= sizes.keys() <= {"tokens.bin", *DTYPES}
+        and said["dtype"] in ("<u2", "<u4")
+        and said["end"] < said["vocabulary"]
+    )
 
 
 def _check_blocks(path: pathlib.Path, meta: Meta) -> None:

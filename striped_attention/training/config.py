@@ -12,7 +12,7 @@ import tyro
 import striped_attention as sa
 from striped_attention.core.layout import BASELINE, DEFAULT, Layout, LayoutName, has_stripes, named_layout
 from striped_attention.core.mask import Mask
-from striped_attention.data import Columns, Data, Named, all_raw, load
+from striped_attention.data import Columns, Data, Named, all_raw, check, kept_tokenizer, load
 from striped_attention.errors import UsageError
 from striped_attention.kernels.choice import choose_stripes
 from striped_attention.kernels.contract import Request, make_request
@@ -236,7 +236,21 @@ class TrainConfig:
     def load(self, sources: Named) -> Data:
         """What --data or --validation names."""
         options = (self.tokenizer_for(sources), self.end_token, self.model.vocabulary, self.columns, self.data_cache)
-        return load(sources, *options)
+        return load(sources, *options, self._together)
+
+    def check(self, sources: Named) -> None:
+        """Raise for what --data or --validation names if it cannot be loaded, without reading all of it."""
+        if sources is None and self.tokenizer is None and self.own_tokenizer is not None:
+            return  # the model's own tokenizer and text that is always there: neither has to be read
+        tokenizer = self.tokenizer_for(sources)
+        if tokenizer is None and not all_raw(sources):
+            tokenizer = kept_tokenizer(self.data)
+        check(sources, tokenizer, self.end_token, self.model.vocabulary, self.columns, self._together)
+
+    @property
+    def _together(self) -> tuple[Named, ...]:
+        """All that the options for data are for."""
+        return (self.data,) if self.validation is None else (self.data, self.validation)
 
     def tokenizer_for(self, sources: Named) -> pathlib.Path | None:
         """The tokenizer for data: the one that was given, else the model's own where the data is text."""

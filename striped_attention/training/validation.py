@@ -26,7 +26,7 @@ def check(config: TrainConfig) -> None:
         return
     with _named():
         check_unweighted("--validation", config.validation)
-        data.check(config.validation, config.tokenizer, config.model.vocabulary)
+        config.check(config.validation)
 
 
 def held_out(program: Program) -> "HeldOut | None":
