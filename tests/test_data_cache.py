@@ -269,6 +269,15 @@ def test_a_folder_of_the_user_and_the_work_of_others_are_left_alone(tmp_path, so
     assert sorted(tmp_path.glob(".*")) == [other]
 
 
+@pytest.fixture
+def _python_s_own_ctrl_c():
+    """Where a shell starts the tests in the background, they begin with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_python_s_own_ctrl_c")
 @pytest.mark.parametrize("where", ["reading", "a callback that drops exceptions"])
 def test_ctrl_c_stops_tokenising_and_leaves_nothing(tmp_path, monkeypatch, capsys, where):
     content = lines(["text"] * 20)

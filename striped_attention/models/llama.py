@@ -312,7 +312,7 @@ def before(config: ModelConfig, weights: Weights, x: Array, positions: Array) ->
     y = _norm(x, weights["attention_norm"], config.norm_epsilon)
     q, k, v = (_project("bsd,dhk->bshk", y, weights[name]) for name in ("query", "key", "value"))
     if config.biases:
-        q, k, v = (x + weights[f"{name}_bias"] for x, name in ((q, "query"), (k, "key"), (v, "value")))
+        q, k, v = (_for_all(jnp.add, x, weights[f"{n}_bias"]) for x, n in ((q, "query"), (k, "key"), (v, "value")))
     if config.head_norms:
         q, k = (_norm(x, weights[f"{name}_norm"], config.norm_epsilon) for x, name in ((q, "query"), (k, "key")))
     cos, sin = rotary(positions, config.head_dim, config.rope_theta, config.stretch)
@@ -342,7 +342,12 @@ def losses(config: ModelConfig, weights: Weights, x: Array, targets: Array) -> A
 def _norm(x: Array, weight: Array, epsilon: float) -> Array:
     y = x.astype(jnp.float32)
     y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
-    return y.astype(x.dtype) * weight
+    return _for_all(jnp.multiply, y.astype(x.dtype), weight)
+
+
+def _for_all(operation: Callable[..., Array], x: Array, weight: Array) -> Array:
+    """x and a weight that all tokens share. Its gradient is a sum over tokens: in float32, like that of `lookup`."""
+    return operation(x.astype(jnp.float32), weight.astype(jnp.float32)).astype(x.dtype)
 
 
 def _precision(dtype: Any) -> lax.Precision | None:
