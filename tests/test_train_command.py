@@ -288,7 +288,7 @@ def test_a_full_disk_is_told_and_loses_nothing(alone, tmp_path):
     """A limit on the size of files stands for the disk: writes fail with an error of the operating system."""
     options = (*TINY, *TWO, "--checkpoint-every", 2)
     folder = shutil.copytree(alone, tmp_path / "run")
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))"
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))"
     again = (*options, "--checkpoint-dir", folder, "--resume", "--steps")
     code, _, error = run(*again, 9, before=limit)
     assert code == 2, error
