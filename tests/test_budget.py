@@ -31,7 +31,8 @@ def test_options_go_from_the_fastest_to_the_most_frugal():
     assert sorted(dict(found), key=REMAT.index) == list(dict(found)), "each kind after the one that keeps more"
     assert ("attention", 1024) in found
     assert ("qkv", 1024) not in found, "small chunks cost more than what qkv saves"
-    assert budget.options("full", None, 20_000)[:2] == [("full", 20_000), ("full", 16_384)]
+    assert budget.options("full", None, 20_000) == [("full", size) for size in (8192, 4096, 2048, 1024)]
+    assert budget.options("qkv", None, 3000) == [("qkv", 3000), ("qkv", 1500)]
     assert budget.options("auto", 512, 20_000) == [(kind, 512) for kind in REMAT]
     assert budget.options("attention", 512, 20_000) == [("attention", 512)]
     assert budget.options("auto", None, 100) == [(kind, 100) for kind in REMAT]

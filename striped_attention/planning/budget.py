@@ -1,19 +1,20 @@
 """Budget: what a step keeps for its backward pass, and how many tokens its stages take at a time.
 
-The more a step keeps, the less it computes twice, and the larger its chunks, the busier a device is. So the choice is
+The more a step keeps, the less it computes twice; the larger its chunks, up to a size, the busier a device is. So it is
 the first of `options` whose estimated memory is within a budget: from "keep everything" on a roomy device to the frugal
 plan that fits the longest sequences.
 """
 
 import dataclasses
-import math
 from typing import TypeVar
 
 from striped_attention.models.llama import REMAT
 from striped_attention.planning.cost import Job, estimate
 
 AUTO = "auto"
-LARGE, LEAST = 8192, 1024  # tokens: more make a device no busier; fewer only save little memory
+# Tokens. More make a device hardly busier, and near the limit of memory XLA hides no transfers (docs/tpu.md); fewer
+# save little memory.
+LARGE, LEAST = 8192, 1024
 
 AnyJob = TypeVar("AnyJob", bound=Job)
 
@@ -26,15 +27,11 @@ def options(remat: str, chunk: int | None, tokens: int) -> list[tuple[str, int]]
     kinds = REMAT if remat == AUTO else (remat,)
     if chunk is not None:
         return [(kind, chunk) for kind in kinds]
-    sizes = [tokens, *(2**power for power in range(int(math.log2(tokens)), -1, -1) if 2**power < tokens)]
-    large = [size for size in sizes if size >= min(LARGE, tokens)]
-    small = [size for size in sizes if LEAST <= size < large[-1]]
+    large = min(LARGE, tokens)
+    small = [large // part for part in (2, 4, 8) if large // part >= LEAST]
     found = []
     for kind in kinds:
-        if kind == "none":
-            found.append((kind, tokens))  # only the loss works in chunks, and those are small enough
-        else:
-            found += [(kind, size) for size in large]
+        found.append((kind, tokens if kind == "none" else large))  # with none only the loss works in chunks
         if kind == kinds[-1] or kind == "attention":
             found += [(kind, size) for size in small]
     return found
