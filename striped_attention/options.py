@@ -106,3 +106,13 @@ def check_at_least(config: Any, least: dict[str, int]) -> None:
         value = getattr(config, name)
         if value is not None and not (value >= smallest and math.isfinite(value)):
             raise UsageError(f"--{name.replace('_', '-')} must be at least {smallest}; got {value}.")
+
+
+def check_output(path: pathlib.Path | None) -> None:
+    """Raise if --output is given and cannot be a file."""
+    if path is None:
+        return
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--output {path}: there is no folder {path.absolute().parent}.")
+    if path.is_dir():
+        raise UsageError(f"--output {path} is a folder. Give a file.")

@@ -19,6 +19,7 @@ from striped_attention.evaluation.forward import compile_answers, make_program, 
 from striped_attention.evaluation.needle import Cell, Haystacks
 from striped_attention.generation import text
 from striped_attention.models.llama import Weights
+from striped_attention.options import check_output
 from striped_attention.runtime.mesh import make_mesh
 from striped_attention.runtime.record import metadata, write
 from striped_attention.training import arrays, trainer
@@ -29,7 +30,7 @@ from striped_attention.training.validation import HeldOut, check_unweighted
 
 def evaluate(config: EvaluateConfig) -> None:
     """`striped evaluate`. What can be refused is refused before weights are read."""
-    _check_output(config)
+    check_output(config.output)
     run = Run(config, find(config.model))
     document = {**run.describe(), "perplexity": {"by_position": []}, "needle": {"cells": []}}
     with _room(run.config):
@@ -41,15 +42,6 @@ def evaluate(config: EvaluateConfig) -> None:
     if config.output is not None and jax.process_index() == 0:
         write(document, config.output)
         run.notes.print(f"{config.output}: striped report draws it.", soft_wrap=True)
-
-
-def _check_output(config: EvaluateConfig) -> None:
-    if config.output is None:
-        return
-    if not config.output.absolute().parent.is_dir():
-        raise UsageError(f"--output {config.output}: there is no folder {config.output.absolute().parent}.")
-    if config.output.is_dir():
-        raise UsageError(f"--output {config.output} is a folder. Give a file.")
 
 
 @contextlib.contextmanager

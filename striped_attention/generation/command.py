@@ -24,6 +24,7 @@ from striped_attention.generation.engine import NOBODY, Engine, Options
 from striped_attention.huggingface.writing import BESIDE
 from striped_attention.models.llama import ModelConfig
 from striped_attention.models.stages import AXES
+from striped_attention.options import check_output
 from striped_attention.planning.cost import gigabytes
 from striped_attention.runtime.mesh import make_mesh
 from striped_attention.training.arrays import read_layers
@@ -108,13 +109,12 @@ def _check_prompts(config: GenerateConfig, model: ModelConfig, tokens: list[list
 
 
 def _check_output(config: GenerateConfig) -> None:
-    if config.output is None:
-        return
-    if not config.output.absolute().parent.is_dir():
-        raise UsageError(f"--output {config.output}: there is no folder {config.output.absolute().parent}.")
-    if config.output.is_dir():
-        raise UsageError(f"--output {config.output} is a folder. Give a file.")
-    if config.prompts is not None and config.output.absolute() == config.prompts.absolute():
+    check_output(config.output)
+    if (
+        config.output is not None
+        and config.prompts is not None
+        and config.output.absolute() == config.prompts.absolute()
+    ):
         raise UsageError(f"--output {config.output} is the file of the prompts. Give another one.")
 
 

@@ -1,8 +1,8 @@
 """Budget: what a step keeps for its backward pass, and how many tokens its stages take at a time.
 
-The more a step keeps, the less it computes twice; the larger its chunks, up to a size, the busier a device is. So it is
-the first of `options` whose estimated memory is within a budget: from "keep everything" on a roomy device to the frugal
-plan that fits the longest sequences.
+The more a step keeps, the less it computes twice; the larger its chunks, up to a size, the busier a device is. The
+choice is the first of `options` whose estimated memory is within a budget: from "keep everything" on a roomy device to
+the frugal plan that fits the longest sequences.
 """
 
 import dataclasses
