@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 import striped_attention as sa
 from striped_attention.core.oracle import dense_attention
 from striped_attention.generation.engine import NOBODY, Engine, Options, layer_specs
-from striped_attention.generation.sample import Sampling, choose
+from striped_attention.generation.sample import Sampling, choose, logprobs
 from striped_attention.models.llama import ModelConfig, after, before, init, logits, split_layer
 from striped_attention.models.stages import AXES
 from striped_attention.runtime.schedule import traffic
@@ -102,7 +102,7 @@ def test_reading_and_writing_is_the_whole_model(config, devices, layout):
 
 def greedy(engine, prompts, steps, stop=()):
     engine.read(prompts)
-    return np.stack(list(engine.write(steps, Sampling(), stop)), axis=1)
+    return np.stack([step.tokens for step in engine.write(steps, Sampling(), stop)], axis=1)
 
 
 def test_greedy_text_is_the_same_everywhere_and_that_of_the_whole_model():
@@ -130,7 +130,7 @@ def test_a_text_goes_on_in_turns():
     assert greedy(engine, whole, 5).tolist() == second.tolist()
     engine.clear()
     assert greedy(engine, [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]], 4).tolist() == first.tolist()
-    more = list(engine.write(2, Sampling()))  # without a further prompt
+    more = [step.tokens for step in engine.write(2, Sampling())]  # without a further prompt
     engine.clear()
     assert greedy(engine, [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]], 6)[:, 4:].tolist() == np.stack(more, 1).tolist()
 
@@ -148,6 +148,32 @@ def test_texts_end_at_a_stop_token_each_by_itself():
         assert found[row, :length].tolist() == free[row, :length].tolist()
         assert (found[row, length:] == NOBODY).all()
         assert engine.lengths[row] == len(prompts[row]) + length
+
+
+def test_log_probabilities_are_those_of_the_whole_model_in_a_batch_and_alone():
+    """The model's own, whatever is sampled from: the dense model's on the whole sequence, normalised in float64."""
+    prompts, batch = [TEXT[0, :9], TEXT[1, :2], TEXT[2, :5]], engine_of(SMALL, 4, sa.striped(2))
+    sampling = Sampling(temperature=2.0, top_k=20, top_p=0.9, seed=1)
+
+    def steps(engine, rows, active):
+        engine.clear()
+        engine.read(rows)
+        return list(engine.write(6, sampling, rows=[0, 1, 2], active=active, logprobs=3))
+
+    together = steps(batch, prompts, None)
+    for row, prompt in enumerate(prompts):
+        text = np.zeros((1, 20), np.int32)
+        text[0, : len(prompt) + 6] = [*prompt, *(step.tokens[row] for step in together)]
+        scores = np.asarray(dense_scores(SMALL, weights_of(SMALL), text))[0, len(prompt) - 1 :].astype(np.float64)
+        wanted = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+        alone = steps(batch, [p if i == row else p[:1] for i, p in enumerate(prompts)], np.arange(3) == row)
+        for i, step in enumerate(together):
+            said, best = step.logprobs, np.argsort(-wanted[i])[:3]
+            assert said.ids[row].tolist() == best.tolist()
+            assert abs(said.chosen[row] - wanted[i, step.tokens[row]]) < 1e-5 * np.abs(scores).max()
+            assert np.abs(said.top[row] - wanted[i, best]).max() < 1e-5 * np.abs(scores).max()
+            assert alone[i].tokens[row] == step.tokens[row]
+            assert abs(alone[i].logprobs.chosen[row] - said.chosen[row]) < 1e-5
 
 
 def test_what_does_not_fit_is_refused_before_it_is_read():
@@ -174,7 +200,7 @@ def test_an_engine_is_not_used_in_two_ways_at_once():
     engine.clear()
     engine.read(prompts)
     writing = engine.write(4, Sampling())
-    assert next(writing).tolist() == wanted[:, 0].tolist()
+    assert next(writing).tokens.tolist() == wanted[:, 0].tolist()
     engine.read([[], [1], []])
     with pytest.raises(RuntimeError, match="went on elsewhere"):
         next(writing)
@@ -239,3 +265,16 @@ def test_what_is_drawn_depends_on_seed_text_and_position():
     assert base != draw(1, rows, 5)
     assert base != draw(0, rows, 6)
     assert len(set(base)) > 1
+
+
+def test_log_probabilities_of_any_scores():
+    """Large ones too, and of tokens that are not among the likeliest."""
+    scores = np.random.default_rng(0).normal(300, 20, (4, 50)).astype(np.float32)
+    tokens = np.array([3, 0, 49, 17], np.int32)
+    chosen, top, ids = logprobs(jnp.asarray(scores), jnp.asarray(tokens), 5)
+    wanted = scores.astype(np.float64) - np.logaddexp.reduce(scores.astype(np.float64), axis=-1, keepdims=True)
+    best = np.argsort(-wanted, axis=-1)[:, :5]
+    assert np.asarray(ids).tolist() == best.tolist()
+    assert np.allclose(chosen, wanted[np.arange(4), tokens], rtol=1e-6, atol=1e-5)
+    assert np.allclose(top, np.take_along_axis(wanted, best, -1), rtol=1e-6, atol=1e-5)
+    assert logprobs(jnp.asarray(scores), jnp.asarray(tokens), 0)[1].shape == (4, 0)

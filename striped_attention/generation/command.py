@@ -190,7 +190,8 @@ class _Run:
         rows = [*numbers, *[0] * missing]
         active = np.arange(engine.options.batch) < len(prompts)
         with self._clock() as clock:
-            for tokens in engine.write(self.config.max_tokens, self.config.sampling, self.stop, rows, active):
+            for step in engine.write(self.config.max_tokens, self.config.sampling, self.stop, rows, active):
+                tokens = step.tokens
                 self.write_steps += 1
                 for row in range(len(prompts)):
                     if tokens[row] != NOBODY:

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from striped_attention.core.layout import Layout
-from striped_attention.generation.sample import Sampling, choose
+from striped_attention.generation.sample import Logprobs, Sampling, Step, choose, logprobs
 from striped_attention.inference.attention import decode_attention, prefill_attention_shard
 from striped_attention.inference.cache import KVCache
 from striped_attention.models.llama import ModelConfig, Weights, after, before, logits, lookup, split_layer
@@ -160,11 +160,12 @@ class Engine:
         stop: Sequence[int] = (),
         rows: Sequence[int] | None = None,
         active: np.ndarray | None = None,
-    ) -> Iterator[np.ndarray]:
-        """Write on: yields a token of every text, `steps` times, or until every text has had one of `stop`.
+        logprobs: int | None = None,
+    ) -> Iterator[Step]:
+        """Decode: yields a Step with a token of every text, `steps` times, or until every text has had one of `stop`.
 
         A text that has ended, or is not `active`, gives NOBODY. `rows` are the texts' numbers: what is drawn depends on
-        them.
+        them. With `logprobs` every step has the log probabilities of its tokens and of so many of the likeliest.
         """
         batch = self.options.batch
         active = np.ones(batch, bool) if active is None else active
@@ -178,15 +179,15 @@ class Engine:
         self._turn += 1
         turn = self._turn
         numbers = self._place(np.arange(batch, dtype=np.int32) if rows is None else np.array(rows, np.int32))
-        draw, everywhere = functools.partial(choose, sampling), self._sharding(EVERYWHERE)
+        draw, everywhere = functools.partial(_choose, sampling, logprobs), self._sharding(EVERYWHERE)
         for i in range(steps):
             arguments: Any = (self.scores, numbers, self._place(self.lengths.astype(np.int32)))
-            drawn = self._run(("choose", sampling), draw, arguments, everywhere)
+            drawn, likely = self._run(("choose", sampling, logprobs), draw, arguments, everywhere)
             tokens = np.asarray(drawn)
             self.lengths += active
             for row in np.flatnonzero(active):
                 self._waiting[row] = [int(tokens[row])]
-            yield np.where(active, tokens, NOBODY)
+            yield Step(np.where(active, tokens, NOBODY), None if likely is None else Logprobs(*map(np.asarray, likely)))
             if self._turn != turn:
                 raise RuntimeError("The texts went on elsewhere while they were being written. Write on from there.")
             active = active & ~np.isin(tokens, stop)
@@ -289,6 +290,12 @@ class Engine:
 
     def _place(self, x: np.ndarray, spec: PartitionSpec = EVERYWHERE) -> jax.Array:
         return jax.make_array_from_callback(x.shape, self._sharding(spec), lambda index: x[index])
+
+
+def _choose(sampling: Sampling, top: int | None, scores: Any, rows: Any, positions: Any) -> Any:
+    """The next tokens and, if `top` is given, their log probabilities."""
+    tokens = choose(sampling, scores, rows, positions)
+    return tokens, None if top is None else logprobs(scores, tokens, top)
 
 
 def _shardings(arrays: Any) -> Any:

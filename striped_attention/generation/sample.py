@@ -1,16 +1,17 @@
-"""Sample: from the scores of all tokens to one of them."""
+"""Sample: from the scores of all tokens to one of them, and how likely it was."""
 
 import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How a token is drawn: the likeliest one at temperature 0, else at random from those that are left.
+    """How the next token is chosen: the likeliest one at temperature 0, else sampled from those that are left.
 
     Left are the `top_k` likeliest tokens, and of these the fewest whose probabilities add up to `top_p`.
     """
@@ -21,13 +22,30 @@ class Sampling:
     seed: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Logprobs:
+    """Log probabilities of one step: of the `chosen` tokens [batch], and `top`, the n largest, of `ids` [batch, n]."""
+
+    chosen: np.ndarray
+    top: np.ndarray
+    ids: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One token of every sequence: `tokens` [batch], NOBODY where a sequence has ended."""
+
+    tokens: np.ndarray
+    logprobs: Logprobs | None = None
+
+
 def choose(
     sampling: Sampling,
     scores: Float[Array, "batch vocabulary"],
     rows: Int[Array, " batch"],
     positions: Int[Array, " batch"],
 ) -> Int[Array, " batch"]:
-    """A token for every text. What is drawn depends on the seed, the text's number and the position alone."""
+    """The next token of every sequence. A sample depends on the seed, the sequence's number and the position alone."""
     if sampling.temperature == 0:
         return jnp.argmax(scores, axis=-1).astype(jnp.int32)
     scores = scores / sampling.temperature
@@ -45,3 +63,16 @@ def choose(
         jax.random.fold_in(jax.random.fold_in(key, row), position), scores
     )
     return jax.vmap(draw)(rows, positions, scores).astype(jnp.int32)
+
+
+def logprobs(
+    scores: Float[Array, "batch vocabulary"], tokens: Int[Array, " batch"], top: int
+) -> tuple[Float[Array, " batch"], Float[Array, "batch top"], Int[Array, "batch top"]]:
+    """Log probabilities of tokens, and the likeliest `top` tokens with theirs, likeliest first.
+
+    They are the model's own, in float32: before temperature, top-k and top-p.
+    """
+    likely = jax.nn.log_softmax(scores.astype(jnp.float32), axis=-1)
+    chosen = jnp.take_along_axis(likely, tokens[:, None], axis=-1)[:, 0]
+    values, ids = lax.top_k(likely, top)
+    return chosen, values, ids.astype(jnp.int32)
