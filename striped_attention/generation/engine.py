@@ -24,7 +24,16 @@ from striped_attention.core.layout import Layout
 from striped_attention.generation.sample import Logprobs, Sampling, Step, choose, logprobs
 from striped_attention.inference.attention import decode_attention, prefill_attention_shard
 from striped_attention.inference.cache import KVCache
-from striped_attention.models.llama import ModelConfig, Weights, after, before, logits, lookup, split_layer
+from striped_attention.models.llama import (
+    ModelConfig,
+    Weights,
+    after,
+    before,
+    logits,
+    lookup,
+    scale_embedding,
+    split_layer,
+)
 from striped_attention.models.stages import AXES, stage
 from striped_attention.runtime.compiler import compiler_options
 from striped_attention.strategies.strategy import AUTO, Strategy
@@ -54,7 +63,9 @@ class Engine:
     """`batch` texts that grow. `lengths` [batch] counts the tokens of each, those that were written included."""
 
     def __init__(self, config: ModelConfig, weights: Weights, mesh: Mesh, options: Options) -> None:
-        self.config, self.weights, self.mesh, self.options = config, weights, mesh, options
+        # Longrope's factors follow from the longest that a text may become: its keys stay as they are once rotated.
+        self.config, self.weights, self.mesh, self.options = config.at_length(options.capacity), weights, mesh, options
+        self.layers = [self.config.layer(i) for i in range(config.layers)]
         self.devices = mesh.shape[AXES.sequence]
         if mesh.shape[AXES.batch] > 1:
             raise ValueError(
@@ -65,7 +76,9 @@ class Engine:
         self.lengths = np.zeros(options.batch, np.int64)
         self._waiting: list[list[int]] = [[] for _ in range(options.batch)]  # written, but in no cache yet
         self._programs: dict[Any, Any] = {}
-        self.caches = tuple(KVCache.empty(*self.cache_sizes, **self.cache_options) for _ in range(config.layers))
+        self.caches = tuple(
+            KVCache.empty(*self.cache_sizes, **self.cache_options, window=layer.window) for layer in self.layers
+        )
         self.scores = self._place(np.zeros((options.batch, config.vocabulary), np.float32))
 
     @property
@@ -78,7 +91,6 @@ class Engine:
             layout=self.options.layout,
             mesh=self.mesh,
             axis_name=AXES.sequence,
-            window=self.config.window,
             dtype=self.options.dtype,
         )
 
@@ -132,12 +144,13 @@ class Engine:
             tokens[row, : len(part)] = part
         counts = self._place(np.array([len(part) for part in parts], np.int32))
         placed = self._place(layout.permute(tokens, self.devices, 1), AXES.tokens)
-        dealt, everywhere, cached = self._sharding(AXES.tokens), self._sharding(EVERYWHERE), _shardings(self.caches[0])
+        dealt, everywhere = self._sharding(AXES.tokens), self._sharding(EVERYWHERE)
         x = self._run(("embed", new), self._embed, (self.weights["embedding"], placed), dealt)
         caches = []
-        for weights, cache in zip(self.weights["layers"], self.caches, strict=True):
-            arguments = (weights, x, cache, counts)
-            x, cache = self._run(("layer", new), self._read_layer, arguments, (dealt, cached), donate=(1, 2))
+        for config, weights, cache in zip(self.layers, self.weights["layers"], self.caches, strict=True):
+            arguments, shardings = (weights, x, cache, counts), (dealt, _shardings(cache))
+            read = functools.partial(self._read_layer, config)
+            x, cache = self._run(("layer", new, config), read, arguments, shardings, donate=(1, 2))
             caches.append(cache)
         self.caches = tuple(caches)
         last = {name: self.weights[name] for name in self.config.last}
@@ -221,12 +234,13 @@ class Engine:
         options = self.options
 
         def shard(embedding: Any, tokens: Any) -> Any:
-            return stage(lookup, embedding, spec, (), tokens, chunk=tokens.shape[1], dtype=options.dtype)
+            look = functools.partial(lookup, self.config)
+            return stage(look, embedding, spec, (), tokens, chunk=tokens.shape[1], dtype=options.dtype)
 
         return self._shard_map(shard, (spec, AXES.tokens), AXES.tokens)(embedding, tokens)
 
-    def _read_layer(self, weights: Weights, x: Any, cache: KVCache, counts: Any) -> Any:
-        config, options, specs = self.config, self.options, self.specs["layers"][0]
+    def _read_layer(self, config: ModelConfig, weights: Weights, x: Any, cache: KVCache, counts: Any) -> Any:
+        options, specs = self.options, self.specs["layers"][0]
         run = functools.partial(stage, chunk=options.stage_chunk, dtype=options.dtype)
 
         def shard(weights: Weights, x: Any, cache: KVCache, counts: Any) -> Any:
@@ -238,6 +252,8 @@ class Engine:
             attended, cache = prefill_attention_shard(
                 *(q, k, v, cache),
                 counts=counts,
+                scale=config.attention_scale,
+                softcap=config.softcap,
                 strategy=options.strategy,
                 kernel=options.kernel,
                 tile=options.tile,
@@ -262,13 +278,14 @@ class Engine:
     def _write_token(self, weights: Weights, caches: Any, tokens: Any, active: Any, scores: Any) -> Any:
         """One more token of the texts that are active, in every cache, and the scores after it."""
         positions, counts = caches[0].lengths[:, None], active.astype(jnp.int32)
-        x = weights["embedding"][tokens][:, None].astype(self.options.dtype)
+        x = scale_embedding(self.config, weights["embedding"][tokens][:, None].astype(self.options.dtype))
         written = []
-        for layer, cache in zip(weights["layers"], caches, strict=True):
+        for config, layer, cache in zip(self.layers, weights["layers"], caches, strict=True):
             first, second = split_layer(layer)
-            q, k, v = before(self.config, first, x, positions)
+            q, k, v = before(config, first, x, positions)
             cache = cache.append(k, v, counts)
-            x = after(self.config, second, (x, decode_attention(q, cache)), ())
+            attended = decode_attention(q, cache, scale=config.attention_scale, softcap=config.softcap)
+            x = after(config, second, (x, attended), ())
             written.append(cache)
         new = logits(self.config, {name: weights[name] for name in self.config.last}, x)[:, 0]
         return tuple(written), jnp.where(active[:, None], new, scores)

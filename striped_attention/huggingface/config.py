@@ -183,8 +183,9 @@ def _rotary(said: _Said) -> tuple[float, Stretch | None]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return theta, None
-    if kind not in STRETCHES:
-        said.refuse(f"has rotary positions of the type {kind!r}. Known are default, {', '.join(STRETCHES)}.")
+    known = [name for name in STRETCHES if name != "longrope"]
+    if kind not in known:
+        said.refuse(f"has rotary positions of the type {kind!r}. Known are default, {', '.join(known)}.")
     factor = part.number("factor")
     if kind == "linear":
         return theta, Stretch(kind, factor)

@@ -8,7 +8,9 @@ layout order, and a shard of every weight. A layer is three things:
     x = after(x, a)              projection, norm, SwiGLU                a stage
 
 Because of the chunks nothing of size slots × ffn or slots × vocabulary needs to exist, forward or backward. Layers are
-stacked and scanned. What is kept of a layer for the backward pass, besides its input, is a choice (`REMAT`):
+stacked and scanned. Where only some of them have a sliding window, a step of the scan is a period of that pattern, so
+that the mask of every layer is static and kernels can skip what it hides. What is kept of a layer for the backward
+pass, besides its input, is a choice (`REMAT`):
 
     none        the result of every matrix product, and attention's: nothing is multiplied twice
     qkv         attention's result and its inputs
@@ -16,6 +18,7 @@ stacked and scanned. What is kept of a layer for the backward pass, besides its 
     full        nothing
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -31,7 +34,7 @@ from jaxtyping import Array, Float, Int
 
 from striped_attention.attention import attention_shard
 from striped_attention.core.layout import Layout
-from striped_attention.core.mask import Mask, sliding_window
+from striped_attention.core.mask import Mask, causal, sliding_window
 from striped_attention.models.rotary import Stretch, rotary, rotate
 from striped_attention.models.stages import AXES, stage, stage_sum
 from striped_attention.strategies.ring import SAVED
@@ -40,6 +43,11 @@ from striped_attention.strategies.strategy import AUTO, Strategy
 Weights = dict[str, Any]
 
 REMAT = ("none", "qkv", "attention", "full")  # from the most memory and the least work to the opposite
+NORMS = ("before", "around", "after")
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 PRODUCT = "matrix_product"  # what carries this name is kept by "none"
 SCORES = 2**28  # of the vocabulary, in float32 and at a time: 1 GiB, enough for a device to be busy
 
@@ -48,9 +56,22 @@ SCORES = 2**28  # of the vocabulary, in float32 and at a time: 1 GiB, enough for
 class ModelConfig:
     """The shape of a model. LLaMA's: RMSNorm before each half of a layer, rotary positions, SwiGLU.
 
-    What its relatives have besides: `head_width` other than dim / heads; a sliding `window` in every layer (Mistral);
-    `biases` of queries, keys and values (Qwen 2); `head_norms` of queries and keys (Qwen 3); one matrix for embedding
-    and scores (`tied`); rotary positions with a `stretch`.
+    What its relatives have besides:
+
+    * `head_width` other than dim / heads; one matrix for embedding and scores (`tied`).
+    * A sliding `window` in every layer (Mistral), or with `full_every` = n in all but every n-th (Gemma 2 and 3).
+    * `biases` of queries, keys and values (Qwen 2); norms of queries and keys, of each head (`head_norms`: Qwen 3,
+      Gemma 3) or of all heads at once (`wide_norms`: OLMo 2).
+    * `norms` "before" each half of a layer, "after" it (OLMo 2) or on both sides, "around" it (Gemma). With
+      `centered_norms` the factor of a norm is 1 + weight (Gemma).
+    * `activation` of the gate: silu or gelu_tanh (Gemma).
+    * `softcap` of attention's scores and `score_softcap` of the vocabulary's (Gemma 2): s becomes cap · tanh(s / cap).
+    * `attention_width`: attention's scores are divided by its root instead of that of the head's width (Gemma).
+    * `scaled_embedding`: multiplied by √dim (Gemma).
+    * Rotary positions with a `stretch`; with `local_theta` for layers with a window, which then have no stretch
+      (Gemma 3); of the first `rotary_width` numbers of a head alone (Phi-4-mini).
+    * `fused`: Hugging Face's files keep query, key and value as one matrix, gate and up as another (Phi). Nothing is
+      computed in another way.
     """
 
     layers: int
@@ -67,6 +88,18 @@ class ModelConfig:
     head_norms: bool = False
     tied: bool = False
     stretch: Stretch | None = None
+    full_every: int | None = None
+    wide_norms: bool = False
+    norms: str = "before"
+    centered_norms: bool = False
+    activation: str = "silu"
+    softcap: float | None = None
+    score_softcap: float | None = None
+    attention_width: float | None = None
+    scaled_embedding: bool = False
+    local_theta: float | None = None
+    rotary_width: int | None = None
+    fused: bool = False
 
     def __post_init__(self) -> None:
         for name in ("layers", "dim", "ffn", "heads", "kv_heads", "vocabulary"):
@@ -85,16 +118,69 @@ class ModelConfig:
             raise ValueError(
                 f"A model's heads must be a multiple of its kv_heads; got {self.heads} and {self.kv_heads}."
             )
+        if self.full_every is not None and (self.window is None or self.full_every < 2):
+            raise ValueError(
+                f"With full_every, at least 2, all but every such layer have a window; got full_every "
+                f"{self.full_every} and window {self.window}."
+            )
+        if self.rotary_width is not None and not (self.rotary_width % 2 == 0 < self.rotary_width <= self.head_dim):
+            raise ValueError(
+                f"The part of a head that is rotated must be even and at most its {self.head_dim} numbers; got "
+                f"{self.rotary_width}."
+            )
+        if self.norms not in NORMS or self.activation not in ACTIVATIONS:
+            raise ValueError(
+                f"A model's norms are {', '.join(NORMS)}, its activation {' or '.join(ACTIVATIONS)}; got "
+                f"{self.norms!r} and {self.activation!r}."
+            )
 
     @property
     def head_dim(self) -> int:
         return self.head_width or self.dim // self.heads
 
+    @property
+    def attention_scale(self) -> float | None:
+        """What attention's scores are multiplied with; None for 1/√head_dim."""
+        return None if self.attention_width is None else self.attention_width**-0.5
+
+    @property
+    def mask(self) -> Mask:
+        """What a token sees in a layer, documents aside; in the layers without a window if there are both kinds."""
+        return causal() if self.window is None or self.full_every is not None else sliding_window(self.window)
+
+    @property
+    def period(self) -> int:
+        """Layers after which the pattern of windows begins again."""
+        return self.full_every or 1
+
+    def layer(self, index: int) -> "ModelConfig":
+        """What layer `index` computes, as a model whose layers are all like it. Equal layers give equal models."""
+        if self.full_every is not None and (index + 1) % self.full_every == 0:
+            return dataclasses.replace(self, window=None, full_every=None, local_theta=None)
+        if self.full_every is None and (self.local_theta is None or self.window is None):
+            return self
+        changes: dict[str, Any] = {"full_every": None, "local_theta": None}
+        if self.local_theta is not None:
+            changes |= {"rope_theta": self.local_theta, "stretch": None}
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def kinds(self) -> dict["ModelConfig", int]:
+        """The different layers, as `layer` gives them, and how many there are of each; without a window first."""
+        found = collections.Counter(self.layer(i) for i in range(self.layers))
+        return dict(sorted(found.items(), key=lambda kind: kind[0].window is not None))
+
+    def at_length(self, length: int) -> "ModelConfig":
+        """The model as it is run on sequences of up to `length` tokens, by which longrope chooses its factors."""
+        if self.stretch is None:
+            return self
+        return dataclasses.replace(self, stretch=self.stretch.at_length(length))
+
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> "ModelConfig":
         """The inverse of `dataclasses.asdict`; what a model of an older version does not say is as it was then."""
         stretch = said.get("stretch")
-        return cls(**{**said, "stretch": None if stretch is None else Stretch(**stretch)})
+        return cls(**{**said, "stretch": None if stretch is None else Stretch.from_json(stretch)})
 
     @property
     def shapes(self) -> Weights:
@@ -106,15 +192,19 @@ class ModelConfig:
             more["key_bias"] = more["value_bias"] = (n, self.kv_heads, self.head_dim)
         if self.head_norms:
             more["query_norm"] = more["key_norm"] = (n, self.head_dim)
+        if self.wide_norms:
+            more["query_norm"], more["key_norm"] = (n, self.heads * self.head_dim), (n, self.kv_heads * self.head_dim)
+        if self.norms != "after":
+            more["attention_norm"] = more["ffn_norm"] = (n, self.dim)
+        if self.norms != "before":
+            more["after_attention_norm"] = more["after_ffn_norm"] = (n, self.dim)
         return {
             "embedding": (self.vocabulary, self.dim),
             "layers": {
-                "attention_norm": (n, self.dim),
                 "query": (n, self.dim, self.heads, self.head_dim),
                 "key": (n, self.dim, self.kv_heads, self.head_dim),
                 "value": (n, self.dim, self.kv_heads, self.head_dim),
                 "output": (n, self.heads, self.head_dim, self.dim),
-                "ffn_norm": (n, self.dim),
                 "gate": (n, self.dim, self.ffn),
                 "up": (n, self.dim, self.ffn),
                 "down": (n, self.ffn, self.dim),
@@ -149,7 +239,7 @@ class ModelConfig:
 
 
 # The weights of a layer's second stage; the others belong to the first.
-AFTER = ("output", "ffn_norm", "gate", "up", "down")
+AFTER = ("output", "after_attention_norm", "ffn_norm", "gate", "up", "down", "after_ffn_norm")
 
 # The paper's models are LLaMA's shapes at three sizes; the 7B one is LLaMA 7B itself.
 PRESETS = {
@@ -182,13 +272,15 @@ class Compute:
     def padded_length(self) -> int:
         return self.layout.padded_length(self.length, self.devices)
 
-    def attend(self, q: Array, k: Array, v: Array, mask: Mask) -> Array:
-        """Attention over the whole sequence."""
+    def attend(self, config: ModelConfig, q: Array, k: Array, v: Array, mask: Mask) -> Array:
+        """Attention over the whole sequence, in a layer of the model `config`."""
         return attention_shard(
             *(q, k, v),
             axis_name=AXES.sequence,
             layout=self.layout,
             mask=mask,
+            scale=config.attention_scale,
+            softcap=config.softcap,
             kernel=self.kernel,
             tile=self.tile,
             deterministic=self.deterministic,
@@ -208,7 +300,7 @@ def init(config: ModelConfig, key: Array) -> Weights:
     def one(path: Any, shape: tuple[int, ...], key: Array) -> Array:
         name = path[-1].key
         if name.endswith(("norm", "bias")):
-            return jnp.full(shape, name.endswith("norm"), jnp.float32)
+            return jnp.full(shape, name.endswith("norm") and not config.centered_norms, jnp.float32)
         residual = (2 * config.layers) ** -0.5 if name in ("output", "down") else 1.0
         return jax.random.normal(key, shape, jnp.float32) * (0.02 * residual)
 
@@ -271,28 +363,51 @@ def last_layer(
     attend: Callable[..., Array] | None = None,
 ) -> Float[Array, "batch slots dim"]:
     """The last layer's result, for this device's slots."""
+    config = config.at_length(compute.length)
     keep = PRODUCT if compute.remat == "none" else None
     run = functools.partial(stage, chunk=compute.chunk, dtype=compute.dtype, keep=keep)
     positions = jnp.broadcast_to(compute.positions(), tokens.shape)
-    mask = mask if config.window is None else mask & sliding_window(config.window)
+    layer_specs = {name: PartitionSpec(*spec[1:]) for name, spec in specs["layers"].items()}
 
-    def layer(x: Array, weights: Weights) -> tuple[Array, None]:
+    def layer(config: ModelConfig, x: Array, weights: Weights) -> Array:
         first, second = split_layer(weights)
         first_specs, second_specs = split_layer(layer_specs)
         q, k, v = run(functools.partial(before, config), first, first_specs, x, positions)
-        attended = (attend or compute.attend)(q, k, v, mask)
-        return run(functools.partial(after, config), second, second_specs, (x, attended), ()), None
+        masked = mask if config.window is None else mask & sliding_window(config.window)
+        attended = (attend or functools.partial(compute.attend, config))(q, k, v, masked)
+        return run(functools.partial(after, config), second, second_specs, (x, attended), ())
 
-    layer_specs = {name: PartitionSpec(*spec[1:]) for name, spec in specs["layers"].items()}
+    layers = [_remat(functools.partial(layer, config.layer(i)), compute.remat) for i in range(config.period)]
+
+    def period(x: Array, weights: Weights) -> tuple[Array, None]:
+        if config.period == 1:
+            return layers[0](x, weights), None
+        for i, one in enumerate(layers):
+            x = one(x, {name: w[i] for name, w in weights.items()})
+        return x, None
+
     embed = functools.partial(stage, chunk=tokens.shape[1], dtype=compute.dtype)  # in one go: its gradient is a table
-    x = embed(lookup, weights["embedding"], specs["embedding"], (), tokens)
-    x, _ = lax.scan(_remat(layer, compute.remat), x, weights["layers"])
+    x = embed(functools.partial(lookup, config), weights["embedding"], specs["embedding"], (), tokens)
+    whole, rest = _periods(weights["layers"], config.layers, config.period)
+    x, _ = lax.scan(period, x, whole)
+    for i in range(config.layers % config.period):
+        x = layers[i](x, {name: w[i] for name, w in rest.items()})
     return x
+
+
+def _periods(weights: Weights, layers: int, period: int) -> tuple[Weights, Weights]:
+    """Stacked weights as [periods, period, ...], and those of the layers that are left at the end."""
+    if period == 1:
+        return weights, {}
+    most = layers - layers % period
+    whole = {name: w[:most].reshape(most // period, period, *w.shape[1:]) for name, w in weights.items()}
+    return whole, {name: w[most:] for name, w in weights.items()}
 
 
 def split_layer(weights: Weights) -> tuple[Weights, Weights]:
     """The weights (or anything else about them) of a layer's two stages, `before` and `after`."""
-    return {n: x for n, x in weights.items() if n not in AFTER}, {n: weights[n] for n in AFTER}
+    first = {n: x for n, x in weights.items() if n not in AFTER}
+    return first, {n: x for n, x in weights.items() if n in AFTER}
 
 
 def _remat(layer: Any, kind: str) -> Any:
@@ -303,34 +418,48 @@ def _remat(layer: Any, kind: str) -> Any:
     return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names), prevent_cse=False)
 
 
-def lookup(embedding: Array, _: Any, tokens: Array) -> Array:
+def lookup(config: ModelConfig, embedding: Array, _: Any, tokens: Array) -> Array:
     # The gradient adds up all uses of a token: in float32, which bf16 would stop counting at 256.
-    return embedding.astype(jnp.float32)[tokens].astype(embedding.dtype)
+    return scale_embedding(config, embedding.astype(jnp.float32)[tokens].astype(embedding.dtype))
+
+
+def scale_embedding(config: ModelConfig, x: Array) -> Array:
+    """What enters the first layer, from the embedding's rows. The factor is rounded like them, as transformers does."""
+    return x * jnp.asarray(config.dim**0.5, x.dtype) if config.scaled_embedding else x
 
 
 def before(config: ModelConfig, weights: Weights, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-    y = _norm(x, weights["attention_norm"], config.norm_epsilon)
+    """Queries, keys and values of a layer; `config` is what `ModelConfig.layer` says of it."""
+    y = x if config.norms == "after" else _norm(config, x, weights["attention_norm"])
     q, k, v = (_project("bsd,dhk->bshk", y, weights[name]) for name in ("query", "key", "value"))
     if config.biases:
         q, k, v = (_for_all(jnp.add, x, weights[f"{n}_bias"]) for x, n in ((q, "query"), (k, "key"), (v, "value")))
     if config.head_norms:
-        q, k = (_norm(x, weights[f"{name}_norm"], config.norm_epsilon) for x, name in ((q, "query"), (k, "key")))
-    cos, sin = rotary(positions, config.head_dim, config.rope_theta, config.stretch)
+        q, k = (_norm(config, x, weights[f"{name}_norm"]) for x, name in ((q, "query"), (k, "key")))
+    if config.wide_norms:
+        flat = lambda x: x.reshape(*x.shape[:2], -1)  # noqa: E731
+        q, k = (_norm(config, flat(x), weights[f"{n}_norm"]).reshape(x.shape) for x, n in ((q, "query"), (k, "key")))
+    cos, sin = rotary(positions, config.rotary_width or config.head_dim, config.rope_theta, config.stretch)
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
 def after(config: ModelConfig, weights: Weights, inputs: tuple[Array, Array], _: Any) -> Array:
+    """The residual stream behind a layer, from that before it and what attention gave."""
     x, attended = inputs
-    x = x + _project("bshk,hkd->bsd", attended, weights["output"])
-    y = _norm(x, weights["ffn_norm"], config.norm_epsilon)
+    y = _project("bshk,hkd->bsd", attended, weights["output"])
+    x = x + (y if config.norms == "before" else _norm(config, y, weights["after_attention_norm"]))
+    y = x if config.norms == "after" else _norm(config, x, weights["ffn_norm"])
     gate, up = (_project("bsd,df->bsf", y, weights[name]) for name in ("gate", "up"))
-    return x + _project("bsf,fd->bsd", jax.nn.silu(gate) * up, weights["down"])
+    y = _project("bsf,fd->bsd", ACTIVATIONS[config.activation](gate) * up, weights["down"])
+    return x + (y if config.norms == "before" else _norm(config, y, weights["after_ffn_norm"]))
 
 
 def logits(config: ModelConfig, weights: Weights, x: Array) -> Array:
     """The scores of every token of the vocabulary, in float32, from the last layer's result."""
     unembedding = weights["embedding"].T if config.tied else weights["unembedding"]
-    return _logits(_norm(x, weights["norm"], config.norm_epsilon), unembedding)
+    scores = _logits(_norm(config, x, weights["norm"]), unembedding)
+    cap = config.score_softcap
+    return scores if cap is None else cap * jnp.tanh(scores / cap)
 
 
 def losses(config: ModelConfig, weights: Weights, x: Array, targets: Array) -> Array:
@@ -339,10 +468,17 @@ def losses(config: ModelConfig, weights: Weights, x: Array, targets: Array) -> A
     return jax.nn.logsumexp(scores, axis=-1) - target
 
 
-def _norm(x: Array, weight: Array, epsilon: float) -> Array:
+def _norm(config: ModelConfig, x: Array, weight: Array) -> Array:
     y = x.astype(jnp.float32)
-    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + epsilon)
-    return _for_all(jnp.multiply, y.astype(x.dtype), weight)
+    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + config.norm_epsilon)
+    if config.norms == "before":  # LLaMA rounds before it multiplies; Gemma and OLMo 2 do not
+        y = y.astype(x.dtype)
+    multiply = _times_one_more if config.centered_norms else jnp.multiply
+    return _for_all(multiply, y, weight).astype(x.dtype)
+
+
+def _times_one_more(x: Array, weight: Array) -> Array:
+    return x * (1 + weight)
 
 
 def _for_all(operation: Callable[..., Array], x: Array, weight: Array) -> Array:

@@ -15,7 +15,7 @@ from typing import Any
 
 from striped_attention.errors import UsageError
 from striped_attention.models.llama import ModelConfig
-from striped_attention.models.rotary import STRETCHES, Stretch
+from striped_attention.models.rotary import Stretch
 from striped_attention.options import parse_length
 
 NONE = "none"
@@ -38,7 +38,7 @@ def parse_scaling(text: str) -> dict[str, Any] | None:
     if text == NONE:
         return None
     kind, _, rest = text.partition(":")
-    if kind not in STRETCHES or not rest:
+    if kind not in NAMES or not rest:
         raise UsageError(f"{FORM}; got {text!r}.")
     said = _named(kind, rest, text)
     if "factor" not in said:
