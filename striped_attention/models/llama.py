@@ -239,7 +239,7 @@ class ModelConfig:
 
 
 # The weights of a layer's second stage; the others belong to the first.
-AFTER = ("output", "after_attention_norm", "ffn_norm", "gate", "up", "down", "after_ffn_norm")
+AFTER = ("output", "after_attention_norm", "ffn_norm", "gate", "up", "gate_up", "down", "after_ffn_norm")
 
 # The paper's models are LLaMA's shapes at three sizes; the 7B one is LLaMA 7B itself.
 PRESETS = {
@@ -428,12 +428,19 @@ def scale_embedding(config: ModelConfig, x: Array) -> Array:
     return x * jnp.asarray(config.dim**0.5, x.dtype) if config.scaled_embedding else x
 
 
-def before(config: ModelConfig, weights: Weights, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-    """Queries, keys and values of a layer; `config` is what `ModelConfig.layer` says of it."""
+def _as_it_is(x: Array) -> Array:
+    return x
+
+
+def before(
+    config: ModelConfig, weights: Weights, x: Array, positions: Array, whole: Callable[[Array], Array] = _as_it_is
+) -> tuple[Array, Array, Array]:
+    """Queries, keys and values of a layer; `config` is what `ModelConfig.layer` says of it.
+
+    Where fused weights are split over devices (`generation.fused`), `whole` gathers or adds up their products.
+    """
     y = x if config.norms == "after" else _norm(config, x, weights["attention_norm"])
-    q, k, v = (_project("bsd,dhk->bshk", y, weights[name]) for name in ("query", "key", "value"))
-    if config.biases:
-        q, k, v = (_for_all(jnp.add, x, weights[f"{n}_bias"]) for x, n in ((q, "query"), (k, "key"), (v, "value")))
+    q, k, v = _attention_inputs(config, weights, y, whole)
     if config.head_norms:
         q, k = (_norm(config, x, weights[f"{name}_norm"]) for x, name in ((q, "query"), (k, "key")))
     if config.wide_norms:
@@ -443,15 +450,54 @@ def before(config: ModelConfig, weights: Weights, x: Array, positions: Array) ->
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 
-def after(config: ModelConfig, weights: Weights, inputs: tuple[Array, Array], _: Any) -> Array:
-    """The residual stream behind a layer, from that before it and what attention gave."""
+def _attention_inputs(
+    config: ModelConfig, weights: Weights, y: Array, whole: Callable[[Array], Array]
+) -> tuple[Array, Array, Array]:
+    """Queries, keys and values before their norms and rotation."""
+    if "qkv" in weights:
+        flat = whole(_project("bsd,ed->bse", y, weights["qkv"]))
+        flat = _for_all(jnp.add, flat, weights["qkv_bias"]) if config.biases else flat
+        heads = flat.reshape(*y.shape[:2], -1, config.head_dim)
+        q, k, v = jnp.split(heads, [config.heads, config.heads + config.kv_heads], axis=2)
+        return q, k, v
+    q, k, v = (_project("bsd,dhk->bshk", y, weights[name]) for name in ("query", "key", "value"))
+    if config.biases:
+        q, k, v = (_for_all(jnp.add, x, weights[f"{n}_bias"]) for x, n in ((q, "query"), (k, "key"), (v, "value")))
+    return q, k, v
+
+
+def after(
+    config: ModelConfig,
+    weights: Weights,
+    inputs: tuple[Array, Array],
+    _: Any,
+    whole: Callable[[Array], Array] = _as_it_is,
+) -> Array:
+    """The residual stream behind a layer, from that before it and what attention gave; `whole` is as for `before`."""
     x, attended = inputs
-    y = _project("bshk,hkd->bsd", attended, weights["output"])
+    y = whole(_attention_output(weights, attended))
     x = x + (y if config.norms == "before" else _norm(config, y, weights["after_attention_norm"]))
     y = x if config.norms == "after" else _norm(config, x, weights["ffn_norm"])
-    gate, up = (_project("bsd,df->bsf", y, weights[name]) for name in ("gate", "up"))
-    y = _project("bsf,fd->bsd", ACTIVATIONS[config.activation](gate) * up, weights["down"])
+    y = whole(_feed_forward(config, weights, y))
     return x + (y if config.norms == "before" else _norm(config, y, weights["after_ffn_norm"]))
+
+
+def _attention_output(weights: Weights, attended: Array) -> Array:
+    if "gate_up" in weights:
+        return _project("bse,de->bsd", attended.reshape(*attended.shape[:2], -1), weights["output"])
+    return _project("bshk,hkd->bsd", attended, weights["output"])
+
+
+def _feed_forward(config: ModelConfig, weights: Weights, y: Array) -> Array:
+    activation = ACTIVATIONS[config.activation]
+    if "gate_up" in weights:
+        parts = weights["gate_up"]  # [devices, gate or up, ffn / devices, dim]
+        both = _project("bsd,ed->bse", y, parts.reshape(-1, parts.shape[-1]))
+        both = both.reshape(*y.shape[:2], *parts.shape[:3])
+        inner = (activation(both[:, :, :, 0]) * both[:, :, :, 1]).reshape(*y.shape[:2], -1)
+        return _project("bsf,df->bsd", inner, weights["down"])
+    gate, up = (_project("bsd,df->bsf", y, weights[name]) for name in ("gate", "up"))
+    return _project("bsf,fd->bsd", activation(gate) * up, weights["down"])
 
 
 def logits(config: ModelConfig, weights: Weights, x: Array) -> Array:
