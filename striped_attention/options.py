@@ -21,6 +21,8 @@ Text = Annotated[str | None, tyro.conf.arg(metavar="TEXT", help_behavior_hint=""
 Path = Annotated[pathlib.Path | None, tyro.conf.arg(metavar="PATH", help_behavior_hint="")]
 Numbers = Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="INT ...", help_behavior_hint="")]
 Texts = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="TEXT ...", help_behavior_hint="")]
+Strings = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
+Count = Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="[N]", help_behavior_hint="")]  # --option or --option N
 
 Paths = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="PATH ...", help_behavior_hint="")]
 Sources = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="PATH[=WEIGHT] ...", help_behavior_hint="")]

@@ -247,6 +247,9 @@ def drawn(**options):
         (dict(temperature=1.0, top_p=0.8), [0.5 / 0.85, 0.2 / 0.85, 0.15 / 0.85, 0, 0]),
         (dict(temperature=1.0, top_p=0.1), [1, 0, 0, 0, 0]),
         (dict(temperature=1.0, top_k=3, top_p=0.8), [5 / 7, 2 / 7, 0, 0, 0]),
+        (dict(temperature=1.0, min_p=0.25), [0.5 / 0.85, 0.2 / 0.85, 0.15 / 0.85, 0, 0]),
+        (dict(temperature=1.0, min_p=1.0), [1, 0, 0, 0, 0]),
+        (dict(temperature=1.0, top_k=2, min_p=0.05), [5 / 7, 2 / 7, 0, 0, 0]),
     ],
     ids=str,
 )

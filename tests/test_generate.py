@@ -11,6 +11,7 @@ import pytest
 from striped_attention import cli
 from striped_attention.errors import UsageError
 from striped_attention.generation import text
+from striped_attention.generation.prompts import read_prompts
 
 
 @pytest.fixture(scope="module")
@@ -60,12 +61,12 @@ def test_prompts_of_a_file_give_lines_of_json(trained, capsys, tmp_path):
     code, out, _ = generate(capsys, *common, "--batch", 2, "--output", tmp_path / "out.jsonl")
     assert (code, out) == (0, "")
     assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == rows
-    drawn = [
+    sampled = [
         generate(capsys, *common, "--batch", batch, "--temperature", 1, "--top-p", 0.9, "--seed", 3)[1]
         for batch in (2, 3)
     ]
-    assert drawn[0] == drawn[1]  # whatever the batch
-    assert drawn[0] != out
+    assert sampled[0] == sampled[1]  # whatever the batch
+    assert sampled[0] != out
 
 
 def test_a_prompt_through_standard_input(trained, capsys, monkeypatch):
@@ -132,10 +133,10 @@ def test_a_stream_hides_no_other_error():
 def test_lines_of_prompts(tmp_path):
     plain, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     plain.write_bytes("\ufeffone\r\n\n  \ntwo\u2028still two\n".encode())
-    assert text.read_prompts(plain) == ["one", "two\u2028still two"]
+    assert [prompt.said for prompt in read_prompts(plain)] == [{"prompt": "one"}, {"prompt": "two\u2028still two"}]
     lines.write_text('{"prompt": "one\u2028"}\n\n{"prompt": 2}\n', encoding="utf-8")
     with pytest.raises(UsageError, match=r'Line 3 of .*prompts.jsonl must be like {"prompt": "Once upon"}; got'):
-        text.read_prompts(lines)
+        read_prompts(lines)
 
 
 def test_import_and_export_give_the_weights_back(trained, capsys, tmp_path):
@@ -261,13 +262,13 @@ def damaged(folder):
     ("options", "change", "message"),
     [
         (("--prompt", "x" * 50, "--capacity", 40), None, "The prompt has 50 tokens, and with --max-tokens 256 more"),
-        (("--prompt", ""), None, "The prompt is empty. A model goes on from at least one token."),
+        (("--prompt", ""), None, "The prompt is empty. A model needs at least one token to generate from."),
         (("--prompt", "a", "--prompts", "b"), None, "--prompt and --prompts exclude each other"),
         (("--prompts", "nowhere.txt"), None, "--prompts nowhere.txt cannot be read"),
         (("--prompt", "a", "--temperature", -1), None, "--temperature must be at least 0; got -1"),
         (("--prompt", "a", "--temperature", "nan"), None, "--temperature must be at least 0; got nan"),
         (("--prompt", "a", "--top-p", 0), None, "--top-p must be above 0 and at most 1; got 0"),
-        (("--prompt", "a", "--top-k", 5), None, "--top-k and --top-p are for drawing"),
+        (("--prompt", "a", "--top-k", 5), None, "--top-k, --top-p and --min-p are for sampling"),
         (("--prompt", "a", "--max-tokens", 0), None, "--max-tokens must be at least 1; got 0"),
         (("--prompt", "a", "--kernel", "magic"), None, "--kernel must be one of"),
         (("--prompt", "a", "--kernel", "cudnn"), None, "--kernel cudnn cannot do this: It"),
@@ -277,7 +278,7 @@ def damaged(folder):
         (("--prompt", "a", "--output", "copy"), None, "--output copy is a folder. Give a file."),
         (("--prompts", "copy/run.json", "--output", "copy/run.json"), None, "is the file of the prompts"),
         (("--prompt", "a", "--max-tokens", 3_000_000_000), None, "tokens, as many as positions can count; got 3,000"),
-        (("--prompt", "\udcff"), None, "A prompt is not text that UTF-8 can hold"),
+        (("--prompt", "\udcff"), None, "The prompt is not text that UTF-8 can hold"),
         (("--prompt", "a", "--tokenizer", "nowhere.json"), None, "--tokenizer nowhere.json is not a file"),
         (("--prompt", "a"), broken_json, "is damaged"),
         (("--prompt", "a"), damaged, "damaged"),

@@ -158,12 +158,18 @@ def _compiled(text: str, source: str) -> Any:
     def to_json(x: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
+    class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        """Refuses at once what the sandbox does not allow; Jinja's own would print nothing in its place."""
+
+        def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
+            raise jinja2.exceptions.SecurityError(
+                f"access to attribute {attribute!r} of {type(obj).__name__!r} object is unsafe"
+            )
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     try:
         return environment.from_string(text).render
-    except jinja2.TemplateError as error:
+    except Exception as error:  # also Python's own errors, of what Jinja makes of nested loops
         raise UsageError(f"The chat template in {source} is no Jinja template ({error}). Copy the model's.") from error

@@ -1,4 +1,4 @@
-"""Command: the loop around an engine. Prompts in batches, text as it comes, lines of JSON, and how fast it went."""
+"""Command: from the options to a run. What is asked is checked, an engine is made, and prompts go through it."""
 
 import contextlib
 import dataclasses
@@ -6,21 +6,21 @@ import json
 import os
 import pathlib
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import rich.console
-import rich.progress
 
 from striped_attention.core.layout import INT32_MAX
 from striped_attention.errors import UsageError
-from striped_attention.generation import text, weights
+from striped_attention.generation import conversation, text, weights
 from striped_attention.generation.config import ExportConfig, GenerateConfig, ImportConfig
-from striped_attention.generation.engine import NOBODY, Engine, Options
+from striped_attention.generation.engine import Engine, Options
+from striped_attention.generation.prompts import Chat, Prompt, encode, read_prompts
+from striped_attention.generation.run import RESULTS, Ends, Run
+from striped_attention.generation.settings import Settings, settle
 from striped_attention.huggingface.writing import BESIDE
 from striped_attention.models.llama import ModelConfig
 from striped_attention.models.stages import AXES
@@ -37,75 +37,135 @@ LONGEST = INT32_MAX - 2**20  # tokens; padding comes on top
 def generate(config: GenerateConfig) -> None:
     """`striped generate`. What can be refused is refused before weights are read."""
     source = find(config.model)
-    encoder, stop = text.load(source, config.tokenizer)
-    prompts = _prompts(config)
-    tokens = [_encode(encoder, prompt) for prompt in prompts]
-    capacity = _check_prompts(config, source.model, tokens)
-    devices, batch = jax.device_count(), min(config.batch, len(prompts))
+    encoder, end_tokens = text.load(source, config.tokenizer, config.chat)
+    settings = settle(config, source)
+    chat = Chat.of(config, source, encoder) if config.chat else None
+    asked = _prompts(config)
+    tokens = [encode(prompt, encoder, chat) for prompt in asked]
+    if chat is not None and config.interactive:
+        conversation.check(chat)
+    capacity = _capacity(config, settings, source, tokens)
+    _check_prompts(config, settings, source.model, capacity, asked, tokens)
+    devices, batch = jax.device_count(), min(config.batch, len(asked) or 1)
     kind = jax.local_devices()[0].device_kind
     layout, strategy = config.settle(source.model, devices, batch, capacity, jax.default_backend(), kind)
     _check_output(config)
     options = Options(layout, batch, capacity, config.chunk, jnp.dtype(config.dtype), strategy, config.kernel)
-    console = rich.console.Console(stderr=True, quiet=jax.process_index() > 0, highlight=False)
+    console = rich.console.Console(stderr=True, quiet=jax.process_index() > 0, highlight=False, markup=False)
+    for line in _warnings(config, settings, source, asked, tokens):
+        console.print(line, soft_wrap=True)
     mesh = _mesh()
     with _room(source.model, options, devices):
-        console.print(_describe(source.model, options, mesh), soft_wrap=True)
+        console.print(_describe(source.model, options, mesh, settings), soft_wrap=True)
         engine = Engine(source.model, read_layers(source, mesh, options.dtype), mesh, options)
-        run = _Run(config, engine, encoder, stop, console)
-        with _lines(config, many=config.prompts is not None) as out:
-            for first in range(0, len(prompts), batch):
-                numbers = range(first, min(first + batch, len(prompts)))
-                run.batch(numbers, [tokens[i] for i in numbers], [prompts[i] for i in numbers], out)
+        ends = Ends(end_tokens, settings.stop, encoder)
+        run = Run(engine, encoder, ends, settings, console, config.alternatives)
+        if chat is not None and config.interactive:
+            conversation.converse(run, chat)
+        else:
+            with _lines(config, many=config.prompts is not None) as out:
+                for first in range(0, len(asked), batch):
+                    numbers = range(first, min(first + batch, len(asked)))
+                    run.batch(numbers, [asked[i] for i in numbers], [tokens[i] for i in numbers], out)
         console.print(run.speed(), soft_wrap=True)
 
 
-def _encode(encoder: Any, prompt: str) -> list[int]:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"A prompt is not text that UTF-8 can hold ({error}).") from error
-    return encoder.encode(prompt)
-
-
-def _prompts(config: GenerateConfig) -> list[str]:
+def _prompts(config: GenerateConfig) -> list[Prompt]:
     if config.prompts is not None:
-        return text.read_prompts(config.prompts)
+        return read_prompts(config.prompts, config.chat)
     if config.prompt is not None:
-        return [config.prompt]
+        return [Prompt({"prompt": config.prompt}, "The prompt")]
+    if config.interactive and jax.process_count() == 1:
+        return []
     raise UsageError("Of several processes not all have a standard input. Give --prompt or --prompts.")
 
 
 def with_prompt(config: GenerateConfig) -> GenerateConfig:
-    """The options with what comes through standard input, if there is no other prompt."""
+    """The options with what comes through standard input, if there is no other prompt.
+
+    With --chat a terminal is not read here: there the conversation is interactive.
+    """
     clustered = config.coordinator is not None or in_cluster(os.environ)
     if config.prompt is not None or config.prompts is not None or clustered:
         return config
     if sys.stdin is None or sys.stdin.isatty():
-        raise UsageError("There is no prompt. Give --prompt, --prompts, or text through standard input.")
+        if sys.stdin is None or not config.chat:
+            raise UsageError("There is no prompt. Give --prompt, --prompts, or text through standard input.")
+        if config.local_processes is not None:
+            raise UsageError("An interactive conversation runs in one process. Leave out --local-processes.")
+        if config.output is not None:
+            raise UsageError("An interactive conversation is shown, not written. Leave out --output, or give --prompt.")
+        return config
     try:
-        return dataclasses.replace(config, prompt=sys.stdin.read())
+        found = sys.stdin.read()
     except UnicodeDecodeError as error:
         raise UsageError(f"What came through standard input is not UTF-8 text ({error}).") from error
+    # A message does not end with the newline of `echo`; plain text may.
+    return dataclasses.replace(config, prompt=found.removesuffix("\n") if config.chat else found)
 
 
-def _check_prompts(config: GenerateConfig, model: ModelConfig, tokens: list[list[int]]) -> int:
-    """The capacity that all prompts and their continuations need, or the one that was asked for."""
-    longest = max(map(len, tokens))
-    capacity = config.capacity or longest + config.max_tokens
+def _capacity(config: GenerateConfig, settings: Settings, source: Source, tokens: list[list[int]]) -> int:
+    """Tokens per sequence that the cache has room for."""
+    if config.capacity is not None:
+        capacity = config.capacity
+    elif tokens:
+        capacity = max(map(len, tokens)) + settings.max_tokens
+    else:
+        capacity = min(conversation.CAPACITY, _positions(source) or conversation.CAPACITY)
     if capacity > LONGEST:
-        raise UsageError(f"Texts may have up to {LONGEST:,} tokens, as many as positions can count; got {capacity:,}.")
-    for number, prompt in enumerate(tokens, 1):
-        which = "The prompt" if len(tokens) == 1 else f"Prompt {number}"
-        if not prompt:
-            raise UsageError(f"{which} is empty. A model goes on from at least one token.")
-        if max(prompt) >= model.vocabulary:
-            raise UsageError(f"{which} has the token {max(prompt)}, but the vocabulary is {model.vocabulary}.")
-        if config.capacity is not None and len(prompt) + config.max_tokens > config.capacity:
-            raise UsageError(
-                f"{which} has {len(prompt)} tokens, and with --max-tokens {config.max_tokens} more it does not fit in "
-                f"--capacity {config.capacity}. Make that larger, or the prompt shorter."
-            )
+        raise UsageError(
+            f"Sequences may have up to {LONGEST:,} tokens, as many as positions can count; got {capacity:,}."
+        )
     return capacity
+
+
+def _check_prompts(
+    config: GenerateConfig,
+    settings: Settings,
+    model: ModelConfig,
+    capacity: int,
+    asked: list[Prompt],
+    tokens: list[list[int]],
+) -> None:
+    """Raise for what the model, the cache or an option cannot take."""
+    if (config.alternatives or 0) > model.vocabulary:
+        raise UsageError(f"--logprobs {config.alternatives} is more than the vocabulary of {model.vocabulary}.")
+    for prompt, row in zip(asked, tokens, strict=True):
+        if not row:
+            raise UsageError(f"{prompt.where} is empty. A model needs at least one token to generate from.")
+        if max(row) >= model.vocabulary:
+            raise UsageError(f"{prompt.where} has the token {max(row)}, but the vocabulary is {model.vocabulary}.")
+        if len(row) + settings.max_tokens > capacity:
+            raise UsageError(
+                f"{prompt.where} has {len(row)} tokens, and with --max-tokens {settings.max_tokens} more it does not "
+                f"fit in --capacity {capacity}. Make that larger, or the prompt shorter."
+            )
+
+
+def _positions(source: Source) -> int | None:
+    """The longest sequence that the model is made for, None if its folder does not say."""
+    said = "max_position_embeddings" if source.step is None else "length"
+    return source.positions if said in source.said else None
+
+
+def _warnings(
+    config: GenerateConfig, settings: Settings, source: Source, asked: list[Prompt], tokens: list[list[int]]
+) -> list[str]:
+    """What the user should know, each in a sentence."""
+    lines, positions = [settings.warning] if settings.warning else [], _positions(source)
+    longest, where = max(((len(row), prompt.where) for row, prompt in zip(tokens, asked, strict=True)), default=(0, ""))
+    if positions is not None and longest > positions:
+        lines.append(
+            f"Warning: {where} has {longest:,} tokens, more than the {positions:,} positions that the model is made "
+            f"for: expect poor text, or use a model for longer sequences."
+        )
+    taken = sorted({name for prompt in asked for name in prompt.said if name in RESULTS})
+    if taken and (config.output or config.prompts):
+        lines.append(
+            f"Warning: --prompts has fields that lines of the output have themselves ({', '.join(taken)}): those of "
+            f"the output are written. Rename them to keep them."
+        )
+    return lines
 
 
 def _check_output(config: GenerateConfig) -> None:
@@ -122,12 +182,13 @@ def _mesh() -> jax.sharding.Mesh:
     return make_mesh({AXES.batch: 1, AXES.sequence: jax.device_count()})
 
 
-def _describe(model: ModelConfig, options: Options, mesh: jax.sharding.Mesh) -> str:
+def _describe(model: ModelConfig, options: Options, mesh: jax.sharding.Mesh, settings: Settings) -> str:
     """A run in a line."""
     kind = mesh.devices.flat[0].device_kind
     return (
         f"{model.parameters:,} parameters on {mesh.size} {kind} device{'s' * (mesh.size > 1)}, {options.layout!r}, "
         f"{options.dtype}, strategy {options.strategy}; a cache for {options.batch} × {options.capacity:,} tokens"
+        + (f"; {settings.note}" if settings.note else "")
     )
 
 
@@ -151,7 +212,7 @@ def _room(model: ModelConfig, options: Options, devices: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _lines(config: GenerateConfig, many: bool) -> Iterator[Any]:
-    """Where lines of JSON go, each when its text is done; None if the text is shown instead."""
+    """Where lines of JSON go, each when its batch is done; None if the text is shown instead."""
     if jax.process_index() > 0:
         yield lambda row: None
     elif config.output is None:
@@ -167,74 +228,6 @@ def _lines(config: GenerateConfig, many: bool) -> Iterator[Any]:
                 yield line
         except OSError as error:
             raise UsageError(f"--output {config.output} cannot be written: {error.strerror or error}.") from error
-
-
-class _Run:
-    """Batch after batch, with the clock running."""
-
-    def __init__(self, config: GenerateConfig, engine: Engine, encoder: Any, stop: list[int], console: Any) -> None:
-        self.config, self.engine, self.encoder, self.stop, self.console = config, engine, encoder, stop, console
-        self.read_tokens = self.read_seconds = self.written = self.write_steps = self.write_seconds = 0.0
-
-    def batch(self, numbers: range, prompts: list[list[int]], said: list[str], out: Any) -> None:
-        """Read some prompts and write on from all of them."""
-        engine, missing = self.engine, self.engine.options.batch - len(prompts)
-        engine.clear()
-        with self._clock() as clock:
-            self._read([*prompts, *[prompts[0][:1]] * missing])
-        self.read_tokens += sum(map(len, prompts))
-        self.read_seconds += clock["seconds"]
-        new: list[list[int]] = [[] for _ in prompts]
-        streams = [self.encoder.stream(prompt) for prompt in prompts]
-        pieces: list[list[str]] = [[] for _ in prompts]
-        rows = [*numbers, *[0] * missing]
-        active = np.arange(engine.options.batch) < len(prompts)
-        with self._clock() as clock:
-            for step in engine.write(self.config.max_tokens, self.config.sampling, self.stop, rows, active):
-                tokens = step.tokens
-                self.write_steps += 1
-                for row in range(len(prompts)):
-                    if tokens[row] != NOBODY:
-                        new[row].append(int(tokens[row]))
-                        if tokens[row] not in self.stop:
-                            pieces[row].append(streams[row].add(int(tokens[row])))
-                if out is None:
-                    print(pieces[0][-1] if tokens[0] not in self.stop else "", end="", flush=True)
-        for row, stream in enumerate(streams):
-            pieces[row].append(stream.finish())
-        if out is None:
-            print(pieces[0][-1], flush=True)
-        self.written += sum(map(len, new))
-        self.write_seconds += clock["seconds"]
-        if out is None:
-            return
-        for row, number in enumerate(numbers):
-            ended = "end" if new[row][-1] in self.stop else "length"
-            words = {"prompt": said[row], "text": "".join(pieces[row]), "tokens": new[row], "finish": ended}
-            out({"number": number + 1, **words, "prompt_tokens": len(prompts[row]), "new_tokens": len(new[row])})
-
-    def _read(self, prompts: list[list[int]]) -> None:
-        columns = (rich.progress.TextColumn("reading"), rich.progress.BarColumn(), rich.progress.MofNCompleteColumn())
-        with rich.progress.Progress(*columns, console=self.console, transient=True) as bar:
-            task = bar.add_task("", total=max(map(len, prompts)))
-            self.engine.read(prompts, lambda done, _: bar.update(task, completed=done))
-
-    @contextlib.contextmanager
-    def _clock(self) -> Iterator[dict[str, float]]:
-        """Seconds until everything is done, compiling left out."""
-        clock: dict[str, float] = {}
-        begun, compiled = time.perf_counter(), self.engine.compiling
-        yield clock
-        jax.block_until_ready(self.engine.scores)
-        clock["seconds"] = time.perf_counter() - begun - (self.engine.compiling - compiled)
-
-    def speed(self) -> str:
-        """How fast it went, in a line."""
-        return (
-            f"prefill {self.read_tokens:,.0f} tokens, {self.read_tokens / self.read_seconds:,.0f} tokens/s; decode "
-            f"{self.written:,.0f} tokens, {self.written / self.write_seconds:,.1f} tokens/s, "
-            f"{1e3 * self.write_seconds / self.write_steps:,.1f} ms a step (compiling: {self.engine.compiling:.0f} s)"
-        )
 
 
 def import_model(config: ImportConfig) -> None:

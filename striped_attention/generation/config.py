@@ -12,12 +12,21 @@ import tyro
 
 from striped_attention.core.layout import BASELINE, DEFAULT, Layout, LayoutName, has_stripes, named_layout
 from striped_attention.errors import UsageError
-from striped_attention.generation.sample import Sampling
 from striped_attention.inference.attention import prefill_requests
 from striped_attention.kernels.choice import choose, choose_stripes
 from striped_attention.kernels.contract import Request
 from striped_attention.models.llama import ModelConfig
-from striped_attention.options import Path, Text, Whole, check_at_least, check_shared, parse_asked
+from striped_attention.options import (
+    Count,
+    Number,
+    Path,
+    Strings,
+    Text,
+    Whole,
+    check_at_least,
+    check_shared,
+    parse_asked,
+)
 from striped_attention.strategies.choice import choose_strategy
 from striped_attention.strategies.strategy import AUTO, RING, Strategy, exchanged
 
@@ -26,48 +35,67 @@ Folder = Annotated[pathlib.Path, tyro.conf.arg(metavar="PATH")]
 
 @dataclasses.dataclass(frozen=True)
 class GenerateConfig:
-    """Let a model write on. Prompts may be longer than one device can hold: the cache is dealt to all devices.
+    """Generate text from a model. Prompts may be longer than one device can hold: all devices share the cache.
 
-    The text of one prompt is shown as it comes; of several, one line of JSON each is written when they are done.
+    The text that follows one prompt is shown as it is generated; of several prompts each gives one line of JSON.
     """
 
     model: Folder
     """Folder of a run of `striped train`, of what `striped import` wrote, or of a Hugging Face model (Llama, Mistral,
     Qwen: config.json, safetensors, tokenizer.json)."""
     prompt: Text = None
-    """Text to go on from. Default: what comes through standard input."""
+    """The prompt. Default: standard input."""
     prompts: Path = None
-    """A file of prompts: one a line, or in a .jsonl lines like {"prompt": "Once upon"}."""
+    """A file of prompts: one per line, or a .jsonl with lines like {"prompt": "Once upon"}, whose further fields are
+    kept in the output, or with --chat {"messages": [{"role": "user", "content": "Hello"}]}."""
+    chat: bool = False
+    """Make each prompt the user's message of a conversation, in the model's own chat template. Without a prompt, on a
+    terminal: an interactive conversation, until an empty line."""
+    system: Text = None
+    """System message at the beginning of a conversation, with --chat."""
     output: Path = None
-    """Where lines of JSON go, one a prompt. Default: of --prompts to standard output."""
-    max_tokens: int = 256
-    """Tokens to write, at most."""
-    temperature: float = 0.0
-    """0 takes the likeliest token every time; 1 draws by the model's probabilities; more is more daring."""
+    """File for lines of JSON, one per prompt. Default: standard output for --prompts."""
+    max_tokens: Whole = None
+    """Generate at most this many tokens per prompt. Default: max_new_tokens of generation_config.json, else 256."""
+    stop: Strings = ()
+    """End the text before this string, wherever it appears; may be given several times. Default: stop_strings of
+    generation_config.json."""
+    temperature: Number = None
+    """0 takes the likeliest token every time; 1 samples from the model's probabilities; higher is more random. Default:
+    that of generation_config.json if its do_sample is true, else 0."""
     top_k: Whole = None
-    """Draw from this many of the likeliest tokens. Default: from all."""
-    top_p: float = 1.0
-    """Draw from the fewest tokens whose probabilities add up to this."""
+    """Sample from this many of the likeliest tokens. Default: that of generation_config.json, else from all."""
+    top_p: Number = None
+    """Sample from the fewest tokens whose probabilities add up to this. Default: that of generation_config.json, else
+    1: from all."""
+    min_p: Number = None
+    """Sample from tokens at least this many times as likely as the likeliest. Default: that of generation_config.json,
+    else 0: from all."""
     seed: int = 0
-    """Of what is drawn. The same seed gives the same text, whatever the batch."""
+    """Seed of sampling. The same seed gives the same text, whatever the batch."""
+    logprobs: Count = None
+    """Add the log probability of every token to the lines of JSON, and of the N likeliest tokens in its place. They are
+    those of the model itself: before temperature, top-k, top-p and min-p, in float32."""
     batch: int = 8
     """Prompts at a time."""
     capacity: Whole = None
-    """Tokens a text may have, prompt included: what the cache is made for. Default: as the prompts need."""
+    """Tokens per sequence, prompt included, that the cache has room for. Default: as many as the prompts need; for an
+    interactive conversation 8192, or the model's length if that is less."""
     chunk: int = 8192
-    """Tokens of a prompt that are read at a time; less needs less memory."""
+    """Tokens of a prompt that are prefilled at a time; fewer need less memory."""
     tokenizer: Path = None
     """A Hugging Face tokenizer.json. Default: the model's own; bytes if it was trained on bytes."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of weights, cache and arithmetic."""
+    """Data type of weights, cache and arithmetic."""
     layout: LayoutName = DEFAULT
-    """How tokens, and so the cache, are dealt to the devices. striped is balanced at every length."""
+    """How tokens, and so the cache, are sharded over the devices. striped is balanced at every length."""
     stripe: Whole = None
-    """Tokens of a stripe. Default: 1 with the kernel cudnn, else a tile, or less where a device has few tokens."""
+    """Tokens per stripe. Default: 1 with the kernel cudnn, else a tile, or less where a device has few tokens."""
     strategy: str = AUTO
-    """How queries and keys of a prompt meet: ring (keys travel), heads (each device takes all new tokens for its share
-    of the heads), gather (each device gathers all new keys), or groups of neighbours and a ring of groups, like heads=2
-    or heads=2,inner=4 (a double ring). auto: what is planned to be the fastest of those that fit in memory."""
+    """How queries and keys of a prompt meet across devices: ring (keys travel), heads (each device takes all new tokens
+    for its share of the heads), gather (each device gathers all new keys), or groups of neighbours and a ring of
+    groups, like heads=2 or heads=2,inner=4 (a double ring). auto: what is planned to be the fastest of those that fit
+    in memory."""
     kernel: str = "auto"
     """Attention kernel for prompts: xla, cudnn (NVIDIA GPUs) or pallas_tpu (TPUs); auto takes the fastest that can."""
 
@@ -84,19 +112,38 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         check_shared(self)
-        check_at_least(
-            self, {"temperature": 0} | dict.fromkeys(("max_tokens", "batch", "chunk", "top_k", "capacity"), 1)
-        )
-        if not 0 < self.top_p <= 1:
+        counts = ("max_tokens", "batch", "chunk", "top_k", "capacity")
+        check_at_least(self, {"temperature": 0, "min_p": 0} | dict.fromkeys(counts, 1))
+        if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UsageError(f"--top-p must be above 0 and at most 1; got {self.top_p}.")
-        if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
-            raise UsageError("--top-k and --top-p are for drawing: give a --temperature above 0 too, like 1.")
+        if self.min_p is not None and self.min_p > 1:
+            raise UsageError(f"--min-p must be at most 1; got {self.min_p}.")
         if self.prompt is not None and self.prompts is not None:
             raise UsageError("--prompt and --prompts exclude each other: leave one of them out.")
+        if self.system is not None and not self.chat:
+            raise UsageError("--system is the first message of a conversation: give --chat too.")
+        if "" in self.stop:
+            raise UsageError("--stop must not be empty: every text contains the empty string.")
+        self._check_logprobs()
+
+    def _check_logprobs(self) -> None:
+        if self.logprobs is None:
+            return
+        if len(self.logprobs) > 1 or min(self.logprobs, default=0) < 0:
+            numbers = " ".join(map(str, self.logprobs))
+            raise UsageError(f"--logprobs takes one number of alternatives, at least 0, or none; got {numbers}.")
+        if self.prompts is None and self.output is None:
+            raise UsageError("--logprobs are written in lines of JSON: give --output or --prompts.")
 
     @property
-    def sampling(self) -> Sampling:
-        return Sampling(self.temperature, self.top_k, self.top_p, self.seed)
+    def interactive(self) -> bool:
+        """Whether prompts are typed one after the other; see `command.with_prompt`."""
+        return self.chat and self.prompt is None and self.prompts is None
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the likeliest tokens --logprobs asks for; None without --logprobs."""
+        return None if self.logprobs is None else (*self.logprobs, 0)[0]
 
     def settle(
         self, model: ModelConfig, devices: int, batch: int, capacity: int, platform: str, kind: str
@@ -163,6 +210,6 @@ class ExportConfig:
     output: Folder
     """A new folder for config.json, safetensors and tokenizer.json."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Of the weights in the files."""
+    """Data type of the weights in the files."""
     tokenizer: Path = None
     """A tokenizer.json to put beside them. Default: the run's own, if it has one."""

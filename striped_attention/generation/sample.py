@@ -1,6 +1,7 @@
 """Sample: from the scores of all tokens to one of them, and how likely it was."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,14 @@ from jaxtyping import Array, Float, Int
 class Sampling:
     """How the next token is chosen: the likeliest one at temperature 0, else sampled from those that are left.
 
-    Left are the `top_k` likeliest tokens, and of these the fewest whose probabilities add up to `top_p`.
+    Left are the `top_k` likeliest tokens, of these the fewest whose probabilities add up to `top_p`, and of these
+    the ones at least `min_p` times as likely as the likeliest.
     """
 
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
 
 
@@ -58,11 +61,14 @@ def choose(
         before = jnp.cumsum(likely, axis=-1) - likely
         least = jnp.min(jnp.where(before < sampling.top_p, ordered, jnp.inf), axis=-1, keepdims=True)
         scores = jnp.where(scores < least, -jnp.inf, scores)
+    if sampling.min_p > 0:
+        least = jnp.max(scores, axis=-1, keepdims=True) + math.log(sampling.min_p)
+        scores = jnp.where(scores < least, -jnp.inf, scores)
     key = jax.random.key(sampling.seed)
-    draw = lambda row, position, scores: jax.random.categorical(  # noqa: E731
+    sample = lambda row, position, scores: jax.random.categorical(  # noqa: E731
         jax.random.fold_in(jax.random.fold_in(key, row), position), scores
     )
-    return jax.vmap(draw)(rows, positions, scores).astype(jnp.int32)
+    return jax.vmap(sample)(rows, positions, scores).astype(jnp.int32)
 
 
 def logprobs(

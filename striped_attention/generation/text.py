@@ -1,8 +1,7 @@
-"""Text: prompts to tokens, and tokens to text as they come."""
+"""Text: from text to tokens, and from tokens to text as they are generated."""
 
 import codecs
 import itertools
-import json
 import pathlib
 from typing import Any
 
@@ -26,6 +25,10 @@ class Bytes:
         """The same: bytes have no special tokens."""
         return self.encode(text)
 
+    def special(self, text: str) -> int | None:
+        """None: bytes have no special tokens."""
+        return None
+
     def stream(self, prompt: list[int]) -> "ByteStream":
         return ByteStream()
 
@@ -41,7 +44,7 @@ class Tokenizer:
 
     @property
     def begin(self) -> tuple[int, ...]:
-        """The special tokens that stand before every text."""
+        """The special tokens that the tokenizer puts before every text."""
         example = self._tokenizer.encode("a")
         special = itertools.takewhile(lambda both: both[1], zip(example.ids, example.special_tokens_mask, strict=True))
         return tuple(token for token, _ in special)
@@ -50,12 +53,17 @@ class Tokenizer:
         """The tokens of a piece of text, without special ones around it."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def special(self, text: str) -> int | None:
+        """The special token that a text names, like <|im_end|>; None if it names none. Text never shows them."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return next((number for number, token in added.items() if token.special and token.content == text), None)
+
     def stream(self, prompt: list[int]) -> "TokenStream":
         return TokenStream(self._tokenizer, prompt)
 
 
 class ByteStream:
-    """Text from bytes as they come; those of half a character wait for the rest."""
+    """Text from bytes as they are generated; those of half a character wait for the rest."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -70,7 +78,7 @@ class ByteStream:
 
 
 class TokenStream:
-    """Text from tokens as they come; those of half a character wait for the rest."""
+    """Text from tokens as they are generated; those of half a character wait for the rest."""
 
     CONTEXT = 6  # tokens of the prompt that are decoded with the first ones: a space may belong between them
 
@@ -103,39 +111,22 @@ class TokenStream:
         return self._tokenizer.decode(self._waiting)
 
 
-def load(source: Source, given: pathlib.Path | None) -> tuple[Bytes | Tokenizer, list[int]]:
-    """The tokenizer of a model, and the tokens that end a text. `given` is one that the user names."""
+def load(source: Source, given: pathlib.Path | None, chat: bool = False) -> tuple[Bytes | Tokenizer, list[int]]:
+    """The tokenizer of a model, and the tokens that end a text. `given` is one that the user names.
+
+    In a chat the tokenizer's own end token ends an answer too: configs of chat models may still name the base model's.
+    """
     path = given or source.tokenizer
     if path is not None:
         source.check_tokenizer(path)
         tokenizer = open_tokenizer(path)
-        end = end_token(tokenizer, path)
-        return Tokenizer(tokenizer), source.stop or ([] if end is None else [end])
+        named = end_token(tokenizer, path)
+        own = [] if named is None else [named]
+        ends = source.stop or own
+        return Tokenizer(tokenizer), [*ends, *(end for end in own if chat and end not in ends)]
     if source.model.vocabulary <= BYTES:
         raise UsageError(
             f"Text as bytes needs a vocabulary of {BYTES + 1}, but that of the model in {source.folder} is "
             f"{source.model.vocabulary}: they do not belong together. Give the model's own with --tokenizer."
         )
     return Bytes(), source.stop or [BYTES]
-
-
-def read_prompts(path: pathlib.Path) -> list[str]:
-    """The prompts of a file: of .jsonl the "prompt" of every line, of any other file every line that is not empty."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--prompts {path} cannot be read: {error}.") from error
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not lines:
-        raise UsageError(f"--prompts {path} has no prompt in it. Write one a line.")
-    return [_prompt(path, number, line) if path.suffix == ".jsonl" else line for number, line in lines]
-
-
-def _prompt(path: pathlib.Path, number: int, line: str) -> str:
-    try:
-        said = json.loads(line)
-    except ValueError as error:
-        raise UsageError(f"Line {number} of {path} is not JSON: {error}.") from error
-    if not isinstance(said, dict) or not isinstance(said.get("prompt"), str):
-        raise UsageError(f'Line {number} of {path} must be like {{"prompt": "Once upon"}}; got {line[:80]}')
-    return said["prompt"]

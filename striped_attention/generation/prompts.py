@@ -1,0 +1,127 @@
+"""Prompts: from options and files to tokens, plain or in a model's chat template.
+
+--prompt, standard input, lines of a file    "Why is the sky blue?"
+lines of a .jsonl                            {"prompt": "Why is the sky blue?", "id": 17}
+with --chat also                             {"messages": [{"role": "user", "content": "Why is the sky blue?"}]}
+"""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from striped_attention.data.chat import ASSISTANT, FILE, ChatTemplate, Message, Unrendered
+from striped_attention.data.tokenizer import CONFIG
+from striped_attention.errors import UsageError
+from striped_attention.generation.config import GenerateConfig
+from striped_attention.generation.text import Bytes, Tokenizer
+from striped_attention.training.source import Source
+
+SYSTEM, USER = "system", "user"
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One prompt. `said` is what was given: "prompt" or "messages", and what else its line has, which is kept."""
+
+    said: dict[str, Any]
+    where: str  # for errors: "The prompt", "Line 3 of prompts.jsonl"
+
+
+class Chat:
+    """Conversations as tokens. The template writes special tokens itself, so the tokenizer adds none."""
+
+    def __init__(self, template: ChatTemplate, encoder: Tokenizer, system: str | None) -> None:
+        self.template, self.encoder = template, encoder
+        self.system: list[Message] = [] if system is None else [{"role": SYSTEM, "content": system}]
+
+    @classmethod
+    def of(cls, config: GenerateConfig, source: Source, encoder: Bytes | Tokenizer) -> "Chat":
+        """That of a model, or of the tokenizer that the user names."""
+        path = config.tokenizer or source.tokenizer
+        if path is None or isinstance(encoder, Bytes):
+            raise UsageError(
+                f"--chat needs a tokenizer with a chat template, but the tokens of the model in {source.folder} are "
+                f"bytes. Leave --chat out."
+            )
+        if config.tokenizer is None:
+            for name in (CONFIG, FILE):  # of a run, only files that lie in its folder are used
+                source.file(name)
+        return cls(ChatTemplate.beside(path), encoder, config.system)
+
+    def tokens(self, messages: list[Message], where: str) -> list[int]:
+        """A conversation, up to where an answer begins."""
+        try:
+            return self.encoder.plain(self.template.render(messages, add_generation_prompt=True))
+        except Unrendered as error:
+            raise UsageError(
+                f"{where}: the chat template in {self.template.source} refuses the conversation ({error}). Give it one "
+                f"that it takes, or generate without --chat."
+            ) from error
+
+    def messages(self, prompt: Prompt) -> list[Message]:
+        """The conversation that a prompt is."""
+        if "messages" not in prompt.said:
+            return [*self.system, {"role": USER, "content": prompt.said["prompt"]}]
+        messages = prompt.said["messages"]
+        if self.system and any(message["role"] == SYSTEM for message in messages):
+            raise UsageError(f"{prompt.where} has a system message already. Leave it out there, or leave out --system.")
+        return [*self.system, *messages]
+
+
+def encode(prompt: Prompt, encoder: Bytes | Tokenizer, chat: Chat | None) -> list[int]:
+    """The tokens of a prompt."""
+    try:
+        json.dumps(prompt.said, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{prompt.where} is not text that UTF-8 can hold ({error}).") from error
+    if chat is not None:
+        return chat.tokens(chat.messages(prompt), prompt.where)
+    return encoder.encode(prompt.said["prompt"])
+
+
+def read_prompts(path: pathlib.Path, chat: bool = False) -> list[Prompt]:
+    """The prompts of a file: of .jsonl every line's, of any other file every line that is not empty."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--prompts {path} cannot be read: {error}.") from error
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise UsageError(f"--prompts {path} has no prompt in it. Write one per line.")
+    return [_prompt(path, number, line, chat) for number, line in lines]
+
+
+def _prompt(path: pathlib.Path, number: int, line: str, chat: bool) -> Prompt:
+    where = f"Line {number} of {path}"
+    if path.suffix != ".jsonl":
+        return Prompt({"prompt": line}, where)
+    try:
+        said = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{where} is not JSON: {error}.") from error
+    if isinstance(said, dict) and "messages" in said:
+        _check_messages(said, where, chat)
+    elif not isinstance(said, dict) or not isinstance(said.get("prompt"), str):
+        raise UsageError(f'{where} must be like {{"prompt": "Once upon"}}; got {line[:80]}')
+    return Prompt(said, where)
+
+
+def _check_messages(said: dict[str, Any], where: str, chat: bool) -> None:
+    if not chat:
+        raise UsageError(f"{where} has messages: give --chat, which makes a prompt of them.")
+    if "prompt" in said:
+        raise UsageError(f"{where} has both a prompt and messages. Leave one of them out.")
+    messages = said["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise UsageError(f"{where} must have a list of messages; got {json.dumps(messages)[:80]}.")
+    for number, message in enumerate(messages, 1):
+        right = isinstance(message, dict) and isinstance(message.get("role"), str)
+        # An assistant that calls a tool may say nothing.
+        if not right or not (isinstance(message.get("content"), str) or message.get("tool_calls")):
+            raise UsageError(
+                f'{where}: message {number} must be like {{"role": "user", "content": "Hello"}}; got '
+                f"{json.dumps(message, ensure_ascii=False)[:80]}."
+            )
+    if messages[-1]["role"] == ASSISTANT:
+        raise UsageError(f"{where} ends with an answer of the assistant. End it with the message to be answered.")

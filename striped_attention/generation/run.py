@@ -1,0 +1,181 @@
+"""Run: batches of prompts through an engine, with the clock running. Answers grow token by token.
+
+What ends an answer, and what its line of JSON calls it:
+
+    end       one of the model's end tokens, which the engine knows
+    stop      a stop string: they are text, so they are found here, on the host
+    length    --max-tokens
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import rich.console
+import rich.progress
+
+from striped_attention.generation.engine import NOBODY, Engine
+from striped_attention.generation.prompts import Prompt
+from striped_attention.generation.sample import Step
+from striped_attention.generation.settings import Settings
+from striped_attention.generation.stops import StopStrings
+from striped_attention.generation.text import Bytes, Tokenizer
+
+RESULTS = ("number", "text", "tokens", "finish", "prompt_tokens", "new_tokens")  # in every line of JSON
+
+
+class Ends:
+    """What ends an answer: the model's end tokens, stop strings, and special tokens that a stop string names."""
+
+    def __init__(self, tokens: Sequence[int], strings: Sequence[str], encoder: Bytes | Tokenizer) -> None:
+        self.tokens, self.strings = tokens, strings
+        # Special tokens are never shown, so as text they would never be found.
+        self.named = [number for text in strings if (number := encoder.special(text)) is not None]
+
+    @property
+    def all_tokens(self) -> list[int]:
+        return [*self.tokens, *self.named]
+
+
+class Answer:
+    """What was generated after one prompt. `finish` says how it ended, None as long as it goes on."""
+
+    def __init__(self, stream: Any, ends: Ends) -> None:
+        self._stream, self._ends, self._stops = stream, ends, StopStrings(ends.strings)
+        self.tokens: list[int] = []
+        self.text = ""
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[list[dict[str, Any]]] = []
+        self.finish: str | None = None
+
+    def add(self, step: Step, row: int) -> str:
+        """Take this sequence's token of a step; returns the text that can be shown."""
+        token = int(step.tokens[row])
+        if self.finish is not None or token == NOBODY:
+            return ""
+        self.tokens.append(token)
+        if step.logprobs is not None:
+            said = step.logprobs
+            self.logprobs.append(float(said.chosen[row]))
+            likeliest = zip(said.ids[row].tolist(), said.top[row].tolist(), strict=True)
+            self.top_logprobs.append([{"token": number, "logprob": value} for number, value in likeliest])
+        if token in self._ends.tokens:
+            return self._end("end")
+        if token in self._ends.named:
+            return self._end("stop")
+        return self._show(self._stream.add(token))
+
+    def close(self) -> str:
+        """No more tokens follow; returns the rest of the text."""
+        return "" if self.finish is not None else self._end("length")
+
+    def _end(self, how: str) -> str:
+        self.finish = how
+        piece = self._show(self._stream.finish())
+        rest = self._stops.finish()
+        self.text += rest
+        return piece + rest
+
+    def _show(self, piece: str) -> str:
+        shown = self._stops.add(piece)
+        self.text += shown
+        if self._stops.found:
+            self.finish = "stop"
+        return shown
+
+
+class Run:
+    """Batch after batch through one engine. `alternatives` are the likeliest tokens asked for; None: no logprobs."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        encoder: Bytes | Tokenizer,
+        ends: Ends,
+        settings: Settings,
+        console: rich.console.Console,
+        alternatives: int | None = None,
+    ) -> None:
+        self.engine, self.encoder, self.ends, self.settings = engine, encoder, ends, settings
+        self.console, self.alternatives = console, alternatives
+        self.prefilled = self.prefill_seconds = self.decoded = self.steps = self.decode_seconds = 0.0
+
+    def batch(self, numbers: range, prompts: list[Prompt], tokens: list[list[int]], out: Any) -> None:
+        """Answer some prompts. With `out` each gives a line of JSON, without one the text of the first is shown."""
+        self.engine.clear()
+        self.prefill(tokens)
+        answers = self.decode(tokens, numbers, self.settings.max_tokens, show if out is None else None)
+        if out is not None:
+            for number, prompt, row, answer in zip(numbers, prompts, tokens, answers, strict=True):
+                out(self._line(number + 1, prompt, len(row), answer))
+
+    def prefill(self, tokens: list[list[int]]) -> None:
+        """Put tokens into the cache; rows of the engine that have no prompt get a token that is ignored."""
+        missing = self.engine.options.batch - len(tokens)
+        columns = (rich.progress.TextColumn("prefill"), rich.progress.BarColumn(), rich.progress.MofNCompleteColumn())
+        with self._clock() as clock, rich.progress.Progress(*columns, console=self.console, transient=True) as bar:
+            task = bar.add_task("", total=max(map(len, tokens)))
+            rows = [*tokens, *[tokens[0][:1]] * missing]
+            self.engine.read(rows, lambda done, _: bar.update(task, completed=done))
+        self.prefilled += sum(map(len, tokens))
+        self.prefill_seconds += clock["seconds"]
+
+    def decode(
+        self, prompts: list[list[int]], numbers: Sequence[int], most: int, say: Callable[[str], None] | None
+    ) -> list[Answer]:
+        """Generate after what was prefilled, `most` tokens at most; `say` is given the first one's text as it grows."""
+        answers = [Answer(self.encoder.stream(prompt), self.ends) for prompt in prompts]
+        batch = self.engine.options.batch
+        rows, active = [*numbers, *[0] * (batch - len(answers))], np.arange(batch) < len(answers)
+        say = say or (lambda piece: None)
+        with self._clock() as clock:
+            ends = self.ends.all_tokens
+            for step in self.engine.write(most, self.settings.sampling, ends, rows, active, self.alternatives):
+                self.steps += 1
+                pieces = [answer.add(step, row) for row, answer in enumerate(answers)]
+                say(pieces[0])
+                if all(answer.finish is not None for answer in answers):
+                    break
+        pieces = [answer.close() for answer in answers]
+        say(pieces[0] + "\n")
+        self.decoded += sum(len(answer.tokens) for answer in answers)
+        self.decode_seconds += clock["seconds"]
+        return answers
+
+    def _line(self, number: int, prompt: Prompt, prompt_tokens: int, answer: Answer) -> dict[str, Any]:
+        asked = {name: prompt.said[name] for name in ("prompt", "messages") if name in prompt.said}
+        line: dict[str, Any] = {"number": number} | asked
+        line |= {"text": answer.text, "tokens": answer.tokens, "finish": answer.finish}
+        line |= {"prompt_tokens": prompt_tokens, "new_tokens": len(answer.tokens)}
+        if self.alternatives is not None:
+            line["logprobs"] = answer.logprobs
+        if self.alternatives:
+            line["top_logprobs"] = answer.top_logprobs
+        return line | {name: value for name, value in prompt.said.items() if name not in line}
+
+    @contextlib.contextmanager
+    def _clock(self) -> Iterator[dict[str, float]]:
+        """Seconds until everything is done, compiling left out."""
+        clock: dict[str, float] = {}
+        begun, compiled = time.perf_counter(), self.engine.compiling
+        yield clock
+        jax.block_until_ready(self.engine.scores)
+        clock["seconds"] = time.perf_counter() - begun - (self.engine.compiling - compiled)
+
+    def speed(self) -> str:
+        """How fast it went, in a line."""
+        if not self.steps:
+            return "nothing was generated"
+        return (
+            f"prefill {self.prefilled:,.0f} tokens, {self.prefilled / self.prefill_seconds:,.0f} tokens/s; decode "
+            f"{self.decoded:,.0f} tokens, {self.decoded / self.decode_seconds:,.1f} tokens/s, "
+            f"{1e3 * self.decode_seconds / self.steps:,.1f} ms per step (compiling: {self.engine.compiling:.0f} s)"
+        )
+
+
+def show(piece: str) -> None:
+    """Print text as it grows."""
+    print(piece, end="", flush=True)
