@@ -23,7 +23,7 @@ def write_model(folder: pathlib.Path) -> pathlib.Path:
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         **dict(vocab_size=len(SPECIAL) + len(LETTERS), hidden_size=32, intermediate_size=48, num_hidden_layers=2),
-        **dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.3),
+        **dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.15),
         **dict(bos_token_id=1, eos_token_id=2),
     )
     model = transformers.LlamaForCausalLM(config)
@@ -59,12 +59,12 @@ def text_of(tokens: list[int]) -> str:
 
 
 class Oracle:
-    """transformers, on the same folder."""
+    """transformers, on the same folder, in float64."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         import transformers
 
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).double().eval()
         self.tokenizer = transformers.PreTrainedTokenizerFast(
             tokenizer_file=str(folder / "tokenizer.json"), bos_token="<s>", chat_template=TEMPLATE
         )
@@ -73,11 +73,11 @@ class Oracle:
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     def logprobs(self, tokens: list[int]) -> np.ndarray:
-        """Log probabilities of the next token after every token, normalised in float64."""
+        """Log probabilities of the next token, after every token."""
         import torch
 
         with torch.no_grad():
-            scores = self.model(torch.tensor([tokens])).logits[0].numpy().astype(np.float64)
+            scores = self.model(torch.tensor([tokens])).logits[0].numpy()
         return scores - np.logaddexp.reduce(scores, axis=-1, keepdims=True)
 
     def greedy(self, prompt: list[int], steps: int) -> list[int]:
