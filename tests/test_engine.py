@@ -1,6 +1,8 @@
 """Engine: one that reads and writes gives what the whole model gives on the whole text, on any devices."""
 
+import collections
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +12,9 @@ from jax.sharding import NamedSharding
 
 import striped_attention as sa
 from striped_attention.core.oracle import dense_attention
-from striped_attention.generation.engine import NOBODY, Engine, Options, layer_specs
-from striped_attention.generation.sample import Sampling, choose, logprobs
+from striped_attention.generation.engine import Engine, layer_specs
+from striped_attention.generation.programs import Options
+from striped_attention.generation.sample import NOBODY, Sampling, choose, logprobs
 from striped_attention.models.llama import ModelConfig, after, before, init, logits, split_layer
 from striped_attention.models.stages import AXES
 from striped_attention.runtime.schedule import traffic
@@ -20,6 +23,7 @@ SMALL = ModelConfig(layers=2, dim=32, ffn=48, heads=4, kv_heads=2, vocabulary=64
 WINDOW = ModelConfig(
     layers=2, dim=32, ffn=48, heads=4, kv_heads=2, vocabulary=64, window=5, biases=True, head_norms=True, head_width=16
 )
+COLLECTIVES = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 TEXT = np.random.default_rng(0).integers(0, 64, (3, 40)).astype(np.int32)
 
 
@@ -52,21 +56,22 @@ def truth(config):
     return np.asarray(dense_scores(config, weights_of(config), jnp.asarray(TEXT)))
 
 
-def engine_of(config, devices, layout, capacity=48):
-    """An engine of three texts, as good as new. Tests share those that are alike: most of their time is compiling."""
-    engine = _engine_of(config, devices, layout, capacity)
+def engine_of(config, devices, layout, capacity=48, block=4):
+    """An engine of three sequences, as good as new. Tests share equal ones: most of their time is compiling."""
+    engine = _engine_of(config, devices, layout, capacity, block)
     engine.clear()
     return engine
 
 
 @functools.cache
-def _engine_of(config, devices, layout, capacity):
+def _engine_of(config, devices, layout, capacity, block):
     mesh = jax.make_mesh(
         (1, devices), AXES.everything, (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:devices]
     )
     place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
     weights = jax.tree.map(place, weights_of(config), layer_specs(config, mesh))
-    return Engine(config, weights, mesh, Options(layout, 3, capacity, chunk=8, dtype=jnp.dtype("float32")))
+    options = Options(layout, 3, capacity, chunk=8, dtype=jnp.dtype("float32"), block=block)
+    return Engine(config, weights, mesh, options)
 
 
 def assert_scores(engine, config, lengths):
@@ -176,12 +181,79 @@ def test_log_probabilities_are_those_of_the_whole_model_in_a_batch_and_alone():
             assert abs(alone[i].logprobs.chosen[row] - said.chosen[row]) < 1e-5
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.5, seed=3)], ids=["greedy", "sampled"])
+def test_tokens_do_not_depend_on_how_many_a_program_decodes(sampling):
+    """Also where a sequence ends within a block, and where the last block is not needed to its end."""
+    prompts, found = [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]], []
+    for block in (1, 4, 16):
+        engine = engine_of(SMALL, 4, sa.striped(2), block=block)
+        engine.read(prompts)
+        free = [step.tokens.tolist() for step in engine.write(11, sampling)]
+        engine.clear()
+        engine.read(prompts)
+        stop = [free[2][1], free[6][0]]
+        found.append(
+            (free, [step.tokens.tolist() for step in engine.write(11, sampling, stop)], engine.lengths.tolist())
+        )
+    assert found[0] == found[1] == found[2]
+    assert len(found[0][0]) == 11
+    assert found[0][1][3][1] == NOBODY
+
+
+@pytest.mark.parametrize("config", [SMALL, WINDOW], ids=["full", "window"])
+def test_tokens_that_nobody_wanted_are_taken_back(config):
+    """The devices are up to two blocks ahead when the host turns to something else, also in caches that wrap."""
+    engine = engine_of(config, 4, sa.striped(2))
+    prompts = [TEXT[0, :13], TEXT[1, :3], TEXT[2, :8]]
+    engine.read(prompts)
+    new = [next(step).tokens for step in [engine.write(20, Sampling())] for _ in range(6)]
+    new = np.stack(new, axis=1)
+    assert engine.lengths.tolist() == [19, 9, 14]
+    engine.read([TEXT[0, 20:23], [], TEXT[2, 20:21]])
+    wanted = np.asarray(engine.scores)
+    engine.clear()
+    engine.read(
+        [[*TEXT[0, :13], *new[0], *TEXT[0, 20:23]], [*TEXT[1, :3], *new[1]], [*TEXT[2, :8], *new[2], TEXT[2, 20]]]
+    )
+    assert np.abs(np.asarray(engine.scores) - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+def test_the_host_may_end_a_sequence():
+    engine = engine_of(SMALL, 2, sa.striped())
+    prompts = [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]]
+    free = greedy(engine, prompts, 12)
+    engine.clear()
+    engine.read(prompts)
+    found = []
+    for step in engine.write(12, Sampling()):
+        found.append(step.tokens)
+        if len(found) == 3:
+            engine.end(1)
+    found = np.stack(found, axis=1)
+    assert found[[0, 2]].tolist() == free[[0, 2]].tolist()
+    assert found[1].tolist() == [*free[1, :3], *[NOBODY] * 9]
+    assert engine.lengths.tolist() == [17, 6, 20]
+    engine.read([[], [], []])  # the newest tokens enter the caches
+    assert engine.caches[0].lengths.tolist() == [17, 6, 20]
+
+
+def test_a_layer_takes_four_messages():
+    """Gathered queries, keys and values; partial results of attention; the sums behind both halves."""
+    engine = engine_of(SMALL, 4, sa.striped(2))
+    engine.read([TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]])
+    engine.append([1, 2, 3])
+    counts = collections.Counter(kind for kind in COLLECTIVES.findall(engine.programs.text("token")))
+    outside = 2  # the embedding's row and the scores
+    assert sum(counts.values()) <= 4 * SMALL.layers + outside, counts
+    assert counts["all-to-all"] == counts["collective-permute"] == 0
+
+
 def test_what_does_not_fit_is_refused_before_it_is_read():
     engine = engine_of(SMALL, 2, sa.striped())
     engine.read([TEXT[0, :40], TEXT[1, :3], TEXT[2, :3]])
-    with pytest.raises(ValueError, match=r"Text 0 has 40 tokens, and 9 more do not fit in the cache's 48\."):
+    with pytest.raises(ValueError, match=r"Sequence 0 has 40 tokens, and 9 more do not fit in the cache's 48\."):
         engine.read([TEXT[0, :9], [], []])
-    with pytest.raises(ValueError, match="Text 0 has 40 tokens, and 9 more do not fit"):
+    with pytest.raises(ValueError, match="Sequence 0 has 40 tokens, and 9 more do not fit"):
         next(engine.write(9, Sampling()))
     assert engine.lengths.tolist() == [40, 3, 3]
     assert len(list(engine.write(8, Sampling()))) == 8
@@ -190,11 +262,11 @@ def test_what_does_not_fit_is_refused_before_it_is_read():
 def test_an_engine_is_not_used_in_two_ways_at_once():
     engine = engine_of(SMALL, 2, sa.striped())
     prompts = [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]]
-    with pytest.raises(ValueError, match="A text goes on from at least one token; text 0 has none"):
+    with pytest.raises(ValueError, match="A sequence goes on from at least one token; sequence 0 has none"):
         next(engine.write(1, Sampling()))
-    with pytest.raises(ValueError, match="An engine of 3 texts reads as many at a time; got 2"):
+    with pytest.raises(ValueError, match="An engine of 3 sequences reads as many at a time; got 2"):
         engine.read(prompts[:2])
-    with pytest.raises(ValueError, match="below the vocabulary of 64; text 1 has -5 to 3"):
+    with pytest.raises(ValueError, match="below the vocabulary of 64; sequence 1 has -5 to 3"):
         engine.read([[1], [3, -5], [2]])
     wanted = greedy(engine, prompts, 4)
     engine.clear()
@@ -211,7 +283,7 @@ def test_nothing_of_an_old_text_is_left():
     engine = engine_of(SMALL, 2, sa.striped())
     prompts = [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]]
     wanted = greedy(engine, prompts, 4)
-    engine.caches = jax.tree.map(lambda x: x * float("nan") if x.ndim > 1 else x, engine.caches)
+    engine._state = jax.tree.map(lambda x: x * float("nan") if x.ndim > 1 else x, engine._state)
     engine.clear()
     assert greedy(engine, prompts, 4).tolist() == wanted.tolist()
 
@@ -221,8 +293,9 @@ def test_a_token_sends_partial_results_and_no_keys():
     sizes = []
     for capacity in (48, 384):
         engine = engine_of(SMALL, 4, sa.striped(2), capacity)
-        greedy(engine, [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]], 2)
-        sizes.append(sum(traffic(engine.program("token"), 4).values()))
+        engine.read([TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]])
+        engine.append([1, 2, 3])
+        sizes.append(sum(traffic(engine.programs.text("token"), 4).values()))
     assert sizes[0] == sizes[1] > 0
 
 

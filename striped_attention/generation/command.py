@@ -17,7 +17,8 @@ from striped_attention.core.layout import INT32_MAX
 from striped_attention.errors import UsageError
 from striped_attention.generation import conversation, text, weights
 from striped_attention.generation.config import ExportConfig, GenerateConfig, ImportConfig
-from striped_attention.generation.engine import Engine, Options
+from striped_attention.generation.engine import Engine
+from striped_attention.generation.programs import Options
 from striped_attention.generation.prompts import Chat, Prompt, encode, read_prompts
 from striped_attention.generation.run import RESULTS, Ends, Run
 from striped_attention.generation.settings import Settings, settle

@@ -17,9 +17,9 @@ import numpy as np
 import rich.console
 import rich.progress
 
-from striped_attention.generation.engine import NOBODY, Engine
+from striped_attention.generation.engine import Engine
 from striped_attention.generation.prompts import Prompt
-from striped_attention.generation.sample import Step
+from striped_attention.generation.sample import NOBODY, Step
 from striped_attention.generation.settings import Settings
 from striped_attention.generation.stops import StopStrings
 from striped_attention.generation.text import Bytes, Tokenizer
@@ -137,8 +137,9 @@ class Run:
                 self.steps += 1
                 pieces = [answer.add(step, row) for row, answer in enumerate(answers)]
                 say(pieces[0])
-                if all(answer.finish is not None for answer in answers):
-                    break
+                for row, answer in enumerate(answers):
+                    if answer.finish is not None:
+                        self.engine.end(row)
         pieces = [answer.close() for answer in answers]
         say(pieces[0] + "\n")
         self.decoded += sum(len(answer.tokens) for answer in answers)

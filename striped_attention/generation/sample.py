@@ -9,6 +9,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+NOBODY = -1  # instead of the token of a sequence that has ended
+
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:

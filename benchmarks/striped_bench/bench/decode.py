@@ -28,7 +28,8 @@ import striped_attention as sa
 from striped_attention.core.layout import Layout
 from striped_attention.core.oracle import dense_attention
 from striped_attention.errors import UsageError
-from striped_attention.generation.engine import Engine, Options, layer_specs
+from striped_attention.generation.engine import Engine, layer_specs
+from striped_attention.generation.programs import BLOCK, Options
 from striped_attention.generation.sample import Sampling
 from striped_attention.models.llama import PRESETS, ModelConfig
 from striped_attention.models.stages import AXES
@@ -57,7 +58,10 @@ def decode(options: run.Options, result: run.Record) -> run.Progress:
         found: Iterator[Found] = itertools.chain(
             (decode_layer(*case, copy, rounds) for case in itertools.product(heads, batch, lengths)),
             (prefill_layer(*case, rounds) for case in pieces),
-            (whole_model(*case, options["chunk"], rounds) for case in itertools.product(options["presets"], lengths)),
+            (
+                whole_model(*case, options["chunk"], rounds, copy)
+                for case in itertools.product(options["presets"], batch, lengths)
+            ),
         )
     else:
         use_virtual(max(options["members"]))
@@ -75,13 +79,13 @@ def on_cpu(options: run.Options) -> Iterator[Found]:
         config, rounds = PRESETS[preset], options["rounds"]
         truth = _scores(_engine(config, 1, "float32", sa.contiguous(), batch, length, chunk=length), length)
         for layout, devices in itertools.product(parse_layouts(options["layouts"]), options["members"]):
-            engine = _engine(config, devices, "float32", layout, batch, length + rounds + 8)
+            engine = _engine(config, devices, "float32", layout, batch, length + _room(rounds))
             what = {"what": "model", "preset": preset, "batch": batch, "cached": length, "devices": devices}
             what["layout"] = repr(layout)
             error = problem.apart(_scores(engine, length), truth, by_row=False)
             check = _check(what, error, TOLERANCE["float32"])
             measured = {"seconds": _seconds_per_token(engine, rounds)}
-            measured["wire_bytes"] = sum(traffic(engine.program("token"), devices).values())
+            measured["wire_bytes"] = sum(traffic(engine.programs.text("token"), devices).values())
             shape, everywhere = (batch, 1, config.heads, config.head_dim), NamedSharding(engine.mesh, PartitionSpec())
             query = jax.ShapeDtypeStruct(shape, engine.options.dtype, sharding=everywhere)
             layer = str(jax.jit(sa.decode_attention).lower(query, engine.caches[0]).compile().as_text())
@@ -129,11 +133,11 @@ def prefill_layer(heads: str, length: int, chunk: int, rounds: int) -> Found:
     return check, {**what, "seconds": taken, "tflops": flops / taken / 1e12}
 
 
-def whole_model(preset: str, length: int, chunk: int, rounds: int) -> Found:
-    """One sequence; the check takes its last token in two ways, as part of the prompt and as a token after it."""
+def whole_model(preset: str, batch: int, length: int, chunk: int, rounds: int, copy: float) -> Found:
+    """The check takes each sequence's last token in two ways, as part of the prompt and as a token after it."""
     config = PRESETS[preset]
-    engine = _engine(config, 1, "bfloat16", sa.striped(1), 1, length + rounds + 8, chunk=chunk)
-    tokens = _tokens(config, 1, length)
+    engine = _engine(config, 1, "bfloat16", sa.contiguous(), batch, length + _room(rounds), chunk=chunk)
+    tokens = _tokens(config, batch, length)
     begun = time.perf_counter()
     engine.read(tokens[:, :-1])
     jax.block_until_ready(engine.scores)
@@ -141,13 +145,14 @@ def whole_model(preset: str, length: int, chunk: int, rounds: int) -> Found:
     engine.append(tokens[:, -1])
     found = np.asarray(engine.scores)
     engine.clear()
-    what = {"what": "model", "preset": preset, "batch": 1, "cached": length, "devices": 1, "layout": "striped(1)"}
+    what = {"what": "model", "preset": preset, "batch": batch, "cached": length, "devices": 1, "layout": "contiguous"}
     check = _check(what, problem.apart(found, _scores(engine, length), by_row=False), MODEL_TOLERANCE)
     taken = _seconds_per_token(engine, rounds)
-    kept = 2 * config.layers * length * config.kv_heads * config.head_dim * 2
+    kept = 2 * config.layers * batch * length * config.kv_heads * config.head_dim * 2
     looked_up = 0 if config.tied else config.vocabulary * config.dim
     rates = {"bytes_per_second": (kept + 2 * (config.parameters - looked_up)) / taken}
-    rates["prefill_tokens_per_second"] = (length - 1) / prefill
+    rates["of_copy"] = rates["bytes_per_second"] / copy
+    rates["prefill_tokens_per_second"] = batch * (length - 1) / prefill
     return check, {**what, "seconds": taken, **rates, "compiling_seconds": engine.compiling, "chunk": chunk}
 
 
@@ -158,12 +163,17 @@ def _seconds(function: Callable[[], Any], rounds: int) -> float:
 
 
 def _seconds_per_token(engine: Engine, rounds: int) -> float:
-    """The median of the time between tokens, after two to warm up."""
-    samples, begun = [], time.perf_counter()
-    for _ in engine.write(rounds + 2, Sampling()):
-        samples.append(time.perf_counter() - begun)
-        begun = time.perf_counter()
-    return statistics.median(samples[2:])
+    """The median over `rounds` blocks of the time between their first tokens, after two to warm up."""
+    block, begins = engine.programs.block, []
+    for i, _ in enumerate(engine.write((rounds + 2) * block + 1, Sampling())):
+        if i % block == 0:
+            begins.append(time.perf_counter())
+    return statistics.median(np.diff(begins)[2:]) / block
+
+
+def _room(rounds: int) -> int:
+    """Tokens that are generated at most, and one to compare."""
+    return (rounds + 2) * BLOCK + 2
 
 
 def _tokens(config: ModelConfig, batch: int, length: int) -> np.ndarray:

@@ -1,0 +1,70 @@
+"""Fused: a model's weights as generation has them.
+
+Decoding a token takes as long as reading every weight once. So each layer has four matrices, stored [outputs, inputs],
+which a GPU multiplies with one vector at the speed of its memory, and which a few short messages suffice for:
+
+    qkv        [(heads + 2 kv_heads) · head_dim, dim]    split over devices by outputs: products are gathered
+    output     [dim, heads · head_dim]                   by inputs: products are added up
+    gate_up    [devices, 2, ffn / devices, dim]          by outputs, the same ones of gate and up on a device: nothing
+    down       [dim, ffn]                                by inputs: products are added up
+
+A dimension that the devices do not divide is not split: such a weight lies on all of them.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from striped_attention.models.llama import ModelConfig, Weights
+from striped_attention.models.stages import AXES
+
+P = PartitionSpec
+
+# The dimension of a weight that is split over the devices; the others lie everywhere.
+SPLIT = {"embedding": 0, "unembedding": 1, "qkv": 0, "output": 1, "gate_up": 0, "down": 1}
+
+
+def fused_specs(config: ModelConfig, devices: int) -> Weights:
+    """How fused weights lie on a mesh of that many devices."""
+    shapes = config.shapes
+    inside = {name: jax.ShapeDtypeStruct(shape[1:], jnp.float32) for name, shape in shapes.pop("layers").items()}
+    fused = jax.eval_shape(functools.partial(fuse_layer, config, devices), inside)
+    layer = {name: _spec(name, x.shape, devices) for name, x in fused.items()}
+    return {
+        **{name: _spec(name, shape, devices) for name, shape in shapes.items()},
+        "layers": [layer] * config.layers,
+    }
+
+
+def fuse(config: ModelConfig, mesh: Mesh, weights: Weights) -> Weights:
+    """The fused weights. They are taken out of `weights` one layer at a time, so that no other is there twice."""
+    specs = fused_specs(config, mesh.size)
+    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+    layers: list[Weights] = []
+    one = jax.jit(functools.partial(fuse_layer, config, mesh.size), out_shardings=placed["layers"][0])
+    while weights["layers"]:
+        layers.append(one(weights["layers"].pop(0)))
+    outside = [name for name in weights if name != "layers"]
+    return {**{name: jax.device_put(weights.pop(name), placed[name]) for name in outside}, "layers": layers}
+
+
+def fuse_layer(config: ModelConfig, devices: int, layer: Weights) -> Weights:
+    """One layer's weights, fused for that many devices; norms stay as they are."""
+    layer = dict(layer)
+    take = lambda *names: [layer.pop(name) for name in names]  # noqa: E731
+    fused = {"qkv": jnp.concatenate([x.reshape(config.dim, -1) for x in take("query", "key", "value")], axis=1).T}
+    if config.biases:
+        fused["qkv_bias"] = jnp.concatenate([x.ravel() for x in take("query_bias", "key_bias", "value_bias")])
+    fused["output"] = layer.pop("output").reshape(-1, config.dim).T
+    parts = devices if config.ffn % devices == 0 else 1
+    both = jnp.stack([x.T.reshape(parts, config.ffn // parts, config.dim) for x in take("gate", "up")], axis=1)
+    return {**layer, **fused, "gate_up": both, "down": layer.pop("down").T}
+
+
+def _spec(name: str, shape: tuple[int, ...], devices: int) -> PartitionSpec:
+    dimension = SPLIT.get(name)
+    if dimension is None or shape[dimension] % devices:
+        return P()
+    return P(*(AXES.everything if i == dimension else None for i in range(len(shape))))
