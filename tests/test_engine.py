@@ -1,6 +1,7 @@
 """Engine: one that reads and writes gives what the whole model gives on the whole text, on any devices."""
 
 import collections
+import dataclasses
 import functools
 import re
 
@@ -23,7 +24,8 @@ SMALL = ModelConfig(layers=2, dim=32, ffn=48, heads=4, kv_heads=2, vocabulary=64
 WINDOW = ModelConfig(
     layers=2, dim=32, ffn=48, heads=4, kv_heads=2, vocabulary=64, window=5, biases=True, head_norms=True, head_width=16
 )
-COLLECTIVES = re.compile(r" (all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+KINDS = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+COLLECTIVES = re.compile(rf"= \w+\[([\d,]+)\]\S* ({KINDS})(?:-start)?\(")
 TEXT = np.random.default_rng(0).integers(0, 64, (3, 40)).astype(np.int32)
 
 
@@ -239,13 +241,15 @@ def test_the_host_may_end_a_sequence():
 
 def test_a_layer_takes_four_messages():
     """Gathered queries, keys and values; partial results of attention; the sums behind both halves."""
-    engine = engine_of(SMALL, 4, sa.striped(2))
-    engine.read([TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]])
+    wide = dataclasses.replace(SMALL, dim=256, ffn=512, heads=8, vocabulary=512)  # for small ones XLA has other ways
+    engine = engine_of(wide, 4, sa.striped(2))
     engine.append([1, 2, 3])
-    counts = collections.Counter(kind for kind in COLLECTIVES.findall(engine.programs.text("token")))
-    outside = 2  # the embedding's row and the scores
-    assert sum(counts.values()) <= 4 * SMALL.layers + outside, counts
+    found = COLLECTIVES.findall(engine.programs.text("token"))
+    counts, outside = collections.Counter(kind for _, kind in found), 2  # the embedding's rows and the scores
+    assert sum(counts.values()) <= 4 * wide.layers + outside, counts
     assert counts["all-to-all"] == counts["collective-permute"] == 0
+    sizes = [np.prod([int(n) for n in shape.split(",")]) for shape, _ in found]
+    assert max(sizes) == 4 * 3 * 8 * (32 + 1)  # partial results of four devices; the smallest weight has 65,536 numbers
 
 
 def test_what_does_not_fit_is_refused_before_it_is_read():

@@ -259,20 +259,43 @@ class Programs:
         return lengths + counts, jnp.where(counts[:, None] > 0, logits(self.config, weights, x)[:, 0], scores)
 
     def _feed(self, weights: Weights, state: State, tokens: Any, active: Any) -> State:
-        whole = functools.partial(lax.with_sharding_constraint, shardings=NamedSharding(self.mesh, EVERYWHERE))
+        whole = self._whole
         positions, counts = state.lengths[:, None], active.astype(jnp.int32)
-        x = scale_embedding(self.config, whole(weights["embedding"][tokens][:, None]).astype(self.options.dtype))
+        x = scale_embedding(self.config, self._rows(weights["embedding"], tokens)[:, None].astype(self.options.dtype))
         caches, entries = self.with_entries(state.entries, state.lengths), []
         for config, layer, cache in zip(self.layers, weights["layers"], caches, strict=True):
             first, second = split_layer(layer)
-            q, k, v = before(config, first, x, positions, whole)
+            q, k, v = before(
+                config, first, x, positions, functools.partial(whole, split=self.specs["layers"][0]["qkv"])
+            )
             cache = cache.append(k, v, counts)
             attended = decode_attention(q, cache, scale=config.attention_scale, softcap=config.softcap)
             x = after(config, second, (x, attended), (), whole)
             entries.append((cache.key, cache.value))
-        scores = whole(logits(self.config, {name: weights[name] for name in self.config.last}, x)[:, 0])
+        scores = logits(self.config, {name: weights[name] for name in self.config.last}, x)
+        scores = whole(scores, split=self.specs["embedding" if self.config.tied else "unembedding"])[:, 0]
         scores = jnp.where(active[:, None], scores, state.scores)
         return State(tuple(entries), state.lengths + counts, scores)
+
+    def _whole(self, x: Any, split: PartitionSpec = EVERYWHERE) -> Any:
+        """A product on all devices. Of a weight that is `split` by outputs the product is, too, until it is gathered:
+        left alone, XLA may gather the weight."""
+        if split != EVERYWHERE:
+            x = lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(None, None, AXES.everything)))
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, EVERYWHERE))
+
+    def _rows(self, embedding: Any, tokens: Any) -> Any:
+        """The embedding's rows of some tokens. Each comes from the device that has it; XLA would gather them all."""
+        spec = self.specs["embedding"]
+        if spec == EVERYWHERE:
+            return embedding[tokens]
+
+        def shard(embedding: Any, tokens: Any) -> Any:
+            row = tokens - lax.axis_index(AXES.everything) * len(embedding)
+            mine = (row >= 0) & (row < len(embedding))
+            return lax.psum(jnp.where(mine[:, None], embedding.at[row].get(mode="clip"), 0), AXES.everything)
+
+        return self._shard_map(shard, (spec, EVERYWHERE), EVERYWHERE)(embedding, tokens)
 
     def run(self, name: Any, function: Callable[..., Any], arguments: Any, shardings: Any, donate: Any = ()) -> Any:
         """Call a function, compiled at the first call of that name. Without `shardings` results lie everywhere."""
