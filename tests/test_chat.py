@@ -64,7 +64,8 @@ def test_lines_may_have_whole_conversations_and_fields_of_their_own(model, capsy
         [said("system", "no"), user("a"), said("assistant", "b"), user("c?")],
         [user("a longer message than the other")],
     ]
-    lines = [{"messages": talks[0], "id": 17, "text": "lost"}, {"messages": talks[1]}, {"prompt": "hi", "tags": ["x"]}]
+    lines = [{"messages": talks[0], "id": 17, "text": "lost"}, {"messages": talks[1], "logprobs": 1}]
+    lines.append({"prompt": "hi", "tags": ["x"]})
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, out, err = generate(capsys, "--model", model, *COMMON, "--chat", "--prompts", file, "--batch", 2)
@@ -75,10 +76,13 @@ def test_lines_may_have_whole_conversations_and_fields_of_their_own(model, capsy
         assert row["prompt_tokens"] == len(prompt)
     first, second, third = rows(out)
     assert (first["messages"], first["id"], "prompt" in first) == (talks[0], 17, False)
-    assert "id" not in second
+    assert ("id" in second, second["logprobs"]) == (False, 1)
     assert (third["prompt"], third["tags"]) == ("hi", ["x"])
     assert first["text"] == text_of(first["tokens"])
     assert "lines of the output have themselves (text): those of the output are written." in " ".join(err.split())
+    _, out, err = generate(capsys, "--model", model, *COMMON, "--chat", "--prompts", file, "--logprobs")
+    assert "lines of the output have themselves (logprobs, text)" in " ".join(err.split())
+    assert len(rows(out)[1]["logprobs"]) == STEPS
 
 
 def test_standard_input_that_is_no_terminal_is_one_message(model, capsys, monkeypatch):

@@ -134,6 +134,8 @@ def test_lines_of_prompts(tmp_path):
     plain, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
     plain.write_bytes("\ufeffone\r\n\n  \ntwo\u2028still two\n".encode())
     assert [prompt.said for prompt in read_prompts(plain)] == [{"prompt": "one"}, {"prompt": "two\u2028still two"}]
+    lines.write_text('{"prompt": "one", "messages": "of its own"}\n', encoding="utf-8")
+    assert read_prompts(lines)[0].said == {"prompt": "one", "messages": "of its own"}
     lines.write_text('{"prompt": "one\u2028"}\n\n{"prompt": 2}\n', encoding="utf-8")
     with pytest.raises(UsageError, match=r'Line 3 of .*prompts.jsonl must be like {"prompt": "Once upon"}; got'):
         read_prompts(lines)

@@ -20,7 +20,7 @@ from striped_attention.generation.config import ExportConfig, GenerateConfig, Im
 from striped_attention.generation.engine import Engine
 from striped_attention.generation.programs import Options
 from striped_attention.generation.prompts import Chat, Prompt, encode, read_prompts
-from striped_attention.generation.run import RESULTS, Ends, Run
+from striped_attention.generation.run import LOGPROBS, RESULTS, Ends, Run
 from striped_attention.generation.settings import Settings, settle
 from striped_attention.huggingface.writing import BESIDE
 from striped_attention.models.llama import ModelConfig
@@ -160,8 +160,9 @@ def _warnings(
             f"Warning: {where} has {longest:,} tokens, more than the {positions:,} positions that the model is made "
             f"for: expect poor text, or use a model for longer sequences."
         )
-    taken = sorted({name for prompt in asked for name in prompt.said if name in RESULTS})
-    if taken and (config.output or config.prompts):
+    results = RESULTS if config.alternatives is None else RESULTS + LOGPROBS
+    taken = sorted({name for prompt in asked for name in prompt.said if name in results})
+    if taken:
         lines.append(
             f"Warning: --prompts has fields that lines of the output have themselves ({', '.join(taken)}): those of "
             f"the output are written. Rename them to keep them."

@@ -100,7 +100,7 @@ def _prompt(path: pathlib.Path, number: int, line: str, chat: bool) -> Prompt:
         said = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{where} is not JSON: {error}.") from error
-    if isinstance(said, dict) and "messages" in said:
+    if isinstance(said, dict) and "messages" in said and (chat or "prompt" not in said):
         _check_messages(said, where, chat)
     elif not isinstance(said, dict) or not isinstance(said.get("prompt"), str):
         raise UsageError(f'{where} must be like {{"prompt": "Once upon"}}; got {line[:80]}')

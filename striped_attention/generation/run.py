@@ -24,7 +24,9 @@ from striped_attention.generation.settings import Settings
 from striped_attention.generation.stops import StopStrings
 from striped_attention.generation.text import Bytes, Tokenizer
 
-RESULTS = ("number", "text", "tokens", "finish", "prompt_tokens", "new_tokens")  # in every line of JSON
+# What lines of JSON say, and what they say with --logprobs.
+RESULTS = ("number", "text", "tokens", "finish", "prompt_tokens", "new_tokens")
+LOGPROBS = ("logprobs", "top_logprobs")
 
 
 class Ends:
