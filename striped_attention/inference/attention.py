@@ -93,8 +93,9 @@ def decode_attention_shard(
     """`decode_attention` for code that is already inside `jax.shard_map`: every device has the same queries."""
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     part = _attend_last(query, cache, scale, softcap, bias)
-    together = lax.all_gather(jnp.concatenate([part.out, part.lse[..., None]], axis=-1), cache.axis_name)
-    part = merge_all(Partial(together[..., :-1], together[..., -1]))
+    if cache.devices > 1:
+        together = lax.all_gather(jnp.concatenate([part.out, part.lse[..., None]], axis=-1), cache.axis_name)
+        part = merge_all(Partial(together[..., :-1], together[..., -1]))
     return poison(add_sinks(part, sinks).out.astype(query.dtype), cache.fits)
 
 

@@ -5,7 +5,7 @@ There is little to compute and much to read: every key and value once. So what c
     plain     plain JAX, everywhere. On CPUs in chunks of slots, one after the other, as far as the texts go; elsewhere
               all slots at once, for a chunk would be copied before it is used
     triton    NVIDIA GPUs: one kernel reads the slots in many pieces at once, each as far as it is seen, and no scores
-              are ever written to memory
+              are ever written to memory; a second one merges the pieces
 
 Queries of the heads that share a key head are taken together, so heads are never repeated. Keys and values are
 [batch, kv_heads, slots, dim]: what belongs together lies together.
@@ -21,13 +21,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from striped_attention.core.partial import Partial, accumulator, merge, merge_all
+from striped_attention.core.partial import Partial, accumulator, merge
 from striped_attention.errors import SlowKernelWarning
 
 CHUNK = 4096  # slots that a CPU takes at a time
 TRITON = (0, 13)  # Pallas lowers to Triton before this version of JAX; it says that it will be removed
 BLOCK = 128  # slots that a program of the kernel takes at a time; half of that for heads of 256, to fit its memory
 PROGRAMS = 1024  # of the kernel, about: several for each of a GPU's hundred multiprocessors
+WIDTH = 32  # numbers of a head that a program of the second kernel takes at a time
 ROWS = 16  # queries of a program are a multiple of this, as the tensor cores have it
 LOG2_E = 1.4426950408889634
 
@@ -138,7 +139,7 @@ def plain(
 
 
 def by_triton(query: Array, key: Array, value: Array, few: Few, interpret: bool = False) -> Partial:
-    """As one kernel: a program for every text, key head and piece of the slots that are seen."""
+    """As two kernels. The first has a program for every sequence, key head and piece of the slots that are seen."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -148,6 +149,7 @@ def by_triton(query: Array, key: Array, value: Array, few: Few, interpret: bool 
     rows = 1 << (rows - 1).bit_length()
     block = BLOCK if dim <= 128 else BLOCK // 2
     pieces = max(1, min(PROGRAMS // (batch * kv_heads), pl.cdiv(slots, block)))
+    pieces = 1 << (pieces - 1).bit_length()  # some may be empty
     pad = lambda x, axis: jnp.pad(x, [(0, rows - queries * group if i == axis else 0) for i in range(x.ndim)])  # noqa: E731
     grouped = query.reshape(batch, queries, kv_heads, group, dim).swapaxes(1, 2).reshape(batch, kv_heads, -1, dim)
     ends = [jnp.repeat(end, group, axis=1) for pair in (*few.ranges, *few.ranges)[:2] for end in pair]
@@ -173,11 +175,29 @@ def by_triton(query: Array, key: Array, value: Array, few: Few, interpret: bool 
         interpret=interpret,
     )(span, pad(jnp.stack(ends, axis=1), 2), pad(grouped, 2), key, value)
 
-    def back(x: Array) -> Array:
-        x = x[:, :, : queries * group].reshape(pieces, batch, kv_heads, queries, group, *x.shape[3:])
-        return x.swapaxes(2, 3).reshape(pieces, batch, queries, heads, *x.shape[5:])
+    real, width = queries * group, min(WIDTH, dim)
+    one = pl.BlockSpec((pieces, None, None), lambda i, j, k: (0, i, j))
+    out, lse = pl.pallas_call(
+        _merge_program,
+        grid=(batch * kv_heads, real, dim // width),
+        in_specs=[pl.BlockSpec((pieces, None, None, width), lambda i, j, k: (0, i, j, k)), one],
+        out_specs=[
+            pl.BlockSpec((None, None, width), lambda i, j, k: (i, j, k)),
+            pl.BlockSpec((None, None), lambda i, j, k: (i, j)),
+        ],
+        out_shape=[
+            jax.ShapeDtypeStruct((batch * kv_heads, real, dim), jnp.float32),
+            jax.ShapeDtypeStruct((batch * kv_heads, real), jnp.float32),
+        ],
+        compiler_params=triton.CompilerParams(num_warps=4 if pieces <= 256 else 8),
+        interpret=interpret,
+    )(out, lse)
 
-    return merge_all(Partial(back(out), back(lse)))
+    def back(x: Array) -> Array:
+        x = x.reshape(batch, kv_heads, queries, group, *x.shape[2:])
+        return x.swapaxes(1, 2).reshape(batch, queries, heads, *x.shape[4:])
+
+    return Partial(back(out), back(lse))
 
 
 def _program(scale: float, softcap: float | None, slots: int, pieces: int, block: int, *refs: Any) -> None:
@@ -216,3 +236,14 @@ def _program(scale: float, softcap: float | None, slots: int, pieces: int, block
     top, total, acc = lax.fori_loop(0, steps, step, nothing)
     out[...] = acc / jnp.where(total == 0, 1.0, total)[:, None]
     lse[...] = (top + jnp.log2(total)) / LOG2_E
+
+
+def _merge_program(parts: Any, sums: Any, out: Any, lse: Any) -> None:
+    """The merge of all pieces, as `merge_all` has it: some numbers of one query of one head."""
+    each = sums[...]
+    top = jnp.max(each, axis=0)
+    shift = jnp.where(top == -jnp.inf, 0.0, top)
+    weight = jnp.exp(each - shift)
+    total = jnp.sum(weight, axis=0)
+    out[...] = jnp.sum(parts[...] * weight[:, None], axis=0) / jnp.where(total == 0, 1.0, total)
+    lse[...] = shift + jnp.log(total)
