@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import math
 import re
 
 import jax
@@ -15,10 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import striped_attention as sa
 from striped_attention import cli
 from striped_attention.compiling.topology import GPUS, describe
+from striped_attention.generation.programs import Newest, Options, Programs
+from striped_attention.generation.sample import Sampling
 from striped_attention.kernels.contract import Block
 from striped_attention.kernels.hopper import kernel
+from striped_attention.models.llama import PRESETS
+from striped_attention.models.stages import AXES
 from striped_attention.runtime.compiler import GPU_OPTIONS
-from striped_attention.runtime.schedule import transfers
+from striped_attention.runtime.schedule import traffic, transfers
 from striped_attention.strategies.messages import Messages
 from striped_attention.strategies.strategy import resolve
 from striped_attention.training.config import TrainConfig
@@ -168,3 +173,43 @@ def test_a_deterministic_step_adds_nothing_up_in_changing_order(deterministic):
     scattered = re.findall(r" scatter\(.*", Program(config, mesh).compiled.as_text())
     assert scattered
     assert all("unique_indices=true" in line for line in scattered) is deterministic
+
+
+def block_of_tokens(devices, batch, tmp_path):
+    """The program that decodes 16 tokens with a model of two layers, the steps of its loop as XLA runs them, and it."""
+    mesh = sa.make_mesh({AXES.batch: 1, AXES.sequence: devices}, machine("h200:1x1x8")[:devices])
+    config = dataclasses.replace(PRESETS["1b"], layers=2)
+    programs = Programs(config, mesh, Options(sa.striped(128), batch, 32_768, block=16))
+    some = lambda dtype: jax.ShapeDtypeStruct((batch,), dtype, sharding=programs.state.lengths.sharding)  # noqa: E731
+    newest = Newest(some(jnp.int32), some(bool), some(jnp.int32))
+    arguments = programs.weights, programs.state, newest, some(jnp.int32), some(bool)
+    shardings = (jax.tree.map(lambda x: x.sharding, programs.state), None, None)
+    block = jax.jit(programs.loop(Sampling(), (2,), None), donate_argnums=1, out_shardings=shardings)
+    compiled = block.lower(*arguments).compile(compiler_options={"xla_dump_to": str(tmp_path)})
+    (steps,) = tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")
+    return compiled, steps.read_text().split("  body:")[1], programs
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_token_is_one_cuda_graph_that_copies_no_cache_and_no_weight(batch, tmp_path):
+    """The host launches one graph a token and is asked nothing between those of a block."""
+    compiled, body, programs = block_of_tokens(1, batch, tmp_path)
+    assert re.findall(r"^    \d+: (\w+)", body, re.MULTILINE) == ["kCommandBuffer"]
+    assert '"known_trip_count":{"n":"16"}' in compiled.as_text()
+    kernels = len(re.findall("kCustomKernel|kCopy", body))
+    assert kernels <= 2 * 18 + 20  # of a layer, and outside of layers
+    assert compiled.memory_analysis().temp_size_in_bytes < programs.caches[0].key.size * 2
+    # A product of a weight and a vector, number by number, would be written to memory before it is added up.
+    smallest = 2048 * 2048
+    results = " ".join(re.findall(r"= (.*?) fusion\(", compiled.as_text()))
+    for shape in re.findall(r"\w+\[([\d,]+)\]", results):
+        size = math.prod(map(int, shape.split(",")))
+        assert size < smallest or size == programs.caches[0].key.size, shape
+
+
+def test_decoding_on_eight_gpus_takes_four_messages_a_layer(tmp_path):
+    compiled, _, _ = block_of_tokens(8, 8, tmp_path)
+    sent = [len(transfers(compiled.as_text(), kind)) for kind in ("all-gather", "all-reduce")]
+    assert sent == [2 * 2 + 1, 2 * 2 + 1]
+    assert transfers(compiled.as_text()) == transfers(compiled.as_text(), "all-to-all") == []
+    assert sum(traffic(compiled.as_text(), 8).values()) < 16 * 2 * 2048 * 2048  # bytes of 16 tokens: no weight travels

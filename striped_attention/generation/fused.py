@@ -12,6 +12,7 @@ A dimension that the devices do not divide is not split: such a weight lies on a
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,22 +27,25 @@ P = PartitionSpec
 SPLIT = {"embedding": 0, "unembedding": 1, "qkv": 0, "output": 1, "gate_up": 0, "down": 1}
 
 
-def fused_specs(config: ModelConfig, devices: int) -> Weights:
-    """How fused weights lie on a mesh of that many devices."""
+def fused_shapes(config: ModelConfig, mesh: Mesh, dtype: Any) -> Weights:
+    """The shapes of fused weights, and how they lie on a mesh."""
+
+    def one(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        dimension = SPLIT.get(name)
+        split = dimension is not None and shape[dimension] % mesh.size == 0
+        spec = P(*(AXES.everything if i == dimension else None for i in range(len(shape)))) if split else P()
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
     shapes = config.shapes
-    inside = {name: jax.ShapeDtypeStruct(shape[1:], jnp.float32) for name, shape in shapes.pop("layers").items()}
-    fused = jax.eval_shape(functools.partial(fuse_layer, config, devices), inside)
-    layer = {name: _spec(name, x.shape, devices) for name, x in fused.items()}
-    return {
-        **{name: _spec(name, shape, devices) for name, shape in shapes.items()},
-        "layers": [layer] * config.layers,
-    }
+    inside = {name: jax.ShapeDtypeStruct(shape[1:], dtype) for name, shape in shapes.pop("layers").items()}
+    fused = jax.eval_shape(functools.partial(fuse_layer, config, mesh.size), inside)
+    layer = {name: one(name, x.shape) for name, x in fused.items()}
+    return {**{name: one(name, shape) for name, shape in shapes.items()}, "layers": [layer] * config.layers}
 
 
 def fuse(config: ModelConfig, mesh: Mesh, weights: Weights) -> Weights:
     """The fused weights. They are taken out of `weights` one layer at a time, so that no other is there twice."""
-    specs = fused_specs(config, mesh.size)
-    placed = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+    placed = jax.tree.map(lambda x: x.sharding, fused_shapes(config, mesh, jnp.float32))
     layers: list[Weights] = []
     one = jax.jit(functools.partial(fuse_layer, config, mesh.size), out_shardings=placed["layers"][0])
     while weights["layers"]:
@@ -61,10 +65,3 @@ def fuse_layer(config: ModelConfig, devices: int, layer: Weights) -> Weights:
     parts = devices if config.ffn % devices == 0 else 1
     both = jnp.stack([x.T.reshape(parts, config.ffn // parts, config.dim) for x in take("gate", "up")], axis=1)
     return {**layer, **fused, "gate_up": both, "down": layer.pop("down").T}
-
-
-def _spec(name: str, shape: tuple[int, ...], devices: int) -> PartitionSpec:
-    dimension = SPLIT.get(name)
-    if dimension is None or shape[dimension] % devices:
-        return P()
-    return P(*(AXES.everything if i == dimension else None for i in range(len(shape))))

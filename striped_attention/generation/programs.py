@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from striped_attention.core.layout import Layout
-from striped_attention.generation.fused import fused_specs
+from striped_attention.generation.fused import fused_shapes
 from striped_attention.generation.sample import NOBODY, Sampling, choose, logprobs
 from striped_attention.inference.attention import decode_attention, prefill_attention_shard
 from striped_attention.inference.cache import KVCache
@@ -91,14 +91,18 @@ class Newest:
 
 
 class Programs:
-    """The programs of one model on one mesh, for one set of options. `compiling` adds up seconds."""
+    """The programs of one model on one mesh, for one set of options. `compiling` adds up seconds.
+
+    `weights`, `caches` and `state` are the shapes and shardings of what the programs take.
+    """
 
     def __init__(self, config: ModelConfig, mesh: Mesh, options: Options) -> None:
         # Longrope's factors follow from the longest that a sequence may become: keys stay as they are once rotated.
         self.config, self.mesh, self.options = config.at_length(options.capacity), mesh, options
         self.layers = [self.config.layer(i) for i in range(config.layers)]
         self.devices = mesh.shape[AXES.sequence]
-        self.specs = fused_specs(config, mesh.size)
+        self.weights = fused_shapes(config, mesh, options.dtype)
+        self.specs = jax.tree.map(lambda x: x.sharding.spec, self.weights)
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         self.block = options.block or (1 if on_cpu else BLOCK)
         self.caches = [self._cache(layer) for layer in self.layers]
@@ -192,23 +196,26 @@ class Programs:
         keep: jax.Array,
     ) -> tuple[State, Newest, Any]:
         """A block: the next tokens of those sequences that go on, as far as the host does `keep` [batch] them."""
+        shardings, name = (self._shardings(state), None, None), ("block", sampling, stop, top)
+        block = self.loop(sampling, stop, top)
+        return self.run(name, block, (weights, state, newest, rows, keep), shardings, donate=(1,))
+
+    def loop(self, sampling: Sampling, stop: tuple[int, ...], top: int | None) -> Callable[..., Any]:
+        """What a block computes. Its steps are counted beforehand, so a GPU goes through them without the host."""
 
         def block(weights: Weights, state: State, newest: Newest, rows: Any, keep: Any) -> Any:
             def step(carry: Any, _: None) -> Any:
                 state, newest = carry
                 state = self._feed(weights, state, newest.tokens, newest.active)
-                newest, out = _sample(
-                    *(sampling, stop, top, state.scores, state.lengths, rows, newest.active, newest.left)
-                )
+                going = (newest.active, newest.left)
+                newest, out = _sample(sampling, stop, top, state.scores, state.lengths, rows, *going)
                 return (state, newest), out
 
             newest = dataclasses.replace(newest, active=newest.active & keep)
             (state, newest), out = lax.scan(step, (state, newest), length=self.block)
             return state, newest, out
 
-        shardings = (self._shardings(state), None, None)
-        name = ("block", sampling, stop, top)
-        return self.run(name, block, (weights, state, newest, rows, keep), shardings, donate=(1,))
+        return block
 
     def _embed(self, embedding: Any, tokens: Any) -> Any:
         spec, dtype = self.specs["embedding"], self.options.dtype
