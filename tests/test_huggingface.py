@@ -2,9 +2,7 @@
 
 import contextlib
 import dataclasses
-import functools
 import json
-import os
 import pathlib
 import pickle
 import re
@@ -13,165 +11,31 @@ import shutil
 import struct
 import tracemalloc
 import types
-import warnings
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import striped_attention as sa
 from striped_attention import huggingface
-from striped_attention.core.oracle import dense_attention
 from striped_attention.errors import UsageError
 from striped_attention.huggingface.config import config_json
-from striped_attention.models.llama import PRESETS, ModelConfig, after, before, logits, split_layer
+from striped_attention.models.llama import PRESETS, ModelConfig
 from striped_attention.models.rotary import Stretch
-
-LENGTH = 48
-TOKENS = np.random.default_rng(0).integers(0, 61, (2, LENGTH)).astype(np.int32)
-SHAPE = dict(
-    vocab_size=61,
-    hidden_size=64,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=1024,
+from tests.families import (
+    LLAMA3,
+    SHAPE,
+    YARN,
+    largest_difference,
+    libraries,
+    load,
+    original,
+    our_scores,
+    save,
+    stacked,
+    their_scores,
 )
-LLAMA3 = dict(
-    rope_type="llama3",
-    rope_theta=10_000.0,
-    factor=4.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=256,
-)
-YARN = dict(rope_type="yarn", rope_theta=10_000.0, factor=4.0, beta_fast=8.0, original_max_position_embeddings=256)
-
-# What transformers calls a model, how it differs from SHAPE, and what is to be seen of that in its ModelConfig.
-MODELS = {
-    "llama": ("Llama", dict(rms_norm_eps=1e-3), dict(norm_epsilon=1e-3)),
-    "llama, tied, linear": (
-        "Llama",
-        dict(tie_word_embeddings=True, rope_parameters=dict(rope_type="linear", rope_theta=500.0, factor=2.0)),
-        dict(tied=True, rope_theta=500.0, stretch=Stretch("linear", 2.0)),
-    ),
-    "llama 3": ("Llama", dict(rope_parameters=LLAMA3), dict(stretch=Stretch("llama3", 4.0, 256))),
-    "mistral": ("Mistral", dict(sliding_window=7, head_dim=24), dict(window=7, head_width=24)),
-    "qwen 2, tied": ("Qwen2", dict(tie_word_embeddings=True), dict(biases=True, tied=True)),
-    "qwen 2, yarn": ("Qwen2", dict(rope_parameters=YARN), dict(stretch=Stretch("yarn", 4.0, 256, 1.0, 8.0))),
-    "qwen 2, window": (
-        "Qwen2",
-        dict(use_sliding_window=True, sliding_window=5, max_window_layers=0, layer_types=["sliding_attention"] * 2),
-        dict(biases=True, window=5),
-    ),
-    "qwen 3": ("Qwen3", dict(head_dim=16), dict(head_norms=True, head_width=None)),
-}
-
-
-@functools.cache
-def libraries():
-    """torch and transformers, which take seconds to import and must not ask the network for anything."""
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import torch
-        import transformers
-
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    return torch, transformers
-
-
-@functools.cache
-def original(name):
-    """A model of transformers whose every weight is random, and large enough to matter."""
-    torch, transformers = libraries()
-    family, options, _ = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**SHAPE, **options)
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    random = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for key, weight in model.named_parameters():
-            noise = torch.randn(weight.shape, generator=random)
-            weight.copy_(1 + 0.2 * noise if key.endswith("norm.weight") else 0.25 * noise)
-    return model
-
-
-def their_scores(model):
-    torch, _ = libraries()
-    with torch.no_grad():
-        return model(torch.tensor(TOKENS, dtype=torch.long)).logits.float().numpy()
-
-
-def save(name, folder, **options):
-    original(name).save_pretrained(folder, **options)
-    return folder
-
-
-def stacked(folder):
-    """Everything in a folder as our model takes it, in float32."""
-    config = huggingface.read_config(folder)
-    found = {}
-    for name, layer, array in huggingface.tensors(folder, config):
-        found.setdefault((name, layer is None), []).append(np.asarray(array, np.float32))
-    outside = {name: arrays[0] for (name, alone), arrays in found.items() if alone}
-    return config, {**outside, "layers": {name: np.stack(x) for (name, alone), x in found.items() if not alone}}
-
-
-def our_scores(config, weights):
-    """The model with nothing around it: whole matrices, dense attention, text order."""
-    mask = sa.causal() if config.window is None else sa.sliding_window(config.window)
-    positions = jnp.broadcast_to(jnp.arange(LENGTH, dtype=jnp.int32), TOKENS.shape)
-    x = jnp.asarray(weights["embedding"])[TOKENS]
-    for i in range(config.layers):
-        first, second = split_layer({name: jnp.asarray(w[i]) for name, w in weights["layers"].items()})
-        q, k, v = before(config, first, x, positions)
-        x = after(config, second, (x, dense_attention(q, k, v, mask.dense(LENGTH))), ())
-    return np.asarray(logits(config, {name: jnp.asarray(weights[name]) for name in config.last}, x))
-
-
-def largest_difference(a, b):
-    return np.abs(a - b).max()
-
-
-def load(folder):
-    """What transformers makes of a folder; every weight must be known to it and none may lack."""
-    _, transformers = libraries()
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not any(told.values()), told
-    return model.eval()
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_scores_are_those_of_transformers(name, tmp_path):
-    config, weights = stacked(save(name, tmp_path))
-    for field, value in MODELS[name][2].items():
-        assert getattr(config, field) == value, field
-    scores, truth = our_scores(config, weights), their_scores(original(name))
-    assert truth.std() > 0.5, "scores that are all nearly 0 would agree anyhow"
-    assert largest_difference(scores, truth) < 1e-4
-    if config.window is not None or config.stretch is not None:
-        plain = our_scores(dataclasses.replace(config, window=None, stretch=None), weights)
-        assert largest_difference(plain, truth) > 0.1, "otherwise the test could not fail"
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_what_is_written_is_the_same_model_here_and_there(name, tmp_path):
-    source = save(name, tmp_path / "theirs")
-    config = huggingface.read_config(source)
-    huggingface.write(tmp_path / "ours", config, huggingface.tensors(source, config), "float32", length=1024)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
-    again, weights = stacked(tmp_path / "ours")
-    assert again == config
-    jax.tree.map(np.testing.assert_array_equal, weights, stacked(source)[1])
-    model = load(tmp_path / "ours")
-    assert type(model) is type(original(name))
-    assert model.config.eos_token_id is None, "nobody said what ends a text"
-    assert largest_difference(their_scores(model), their_scores(original(name))) < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -183,6 +47,7 @@ def test_what_is_written_is_the_same_model_here_and_there(name, tmp_path):
         (dict(window=9, tied=True), "Mistral"),
         (dict(biases=True, head_width=24), "Qwen2"),
         (dict(head_norms=True, window=9), "Qwen3"),
+        (dict(head_norms=True, window=9, full_every=2, layers=3), "Qwen3"),
         (dict(stretch=Stretch("linear", 2.0)), "Llama"),
         (dict(stretch=Stretch("yarn", 4.0, 256, 1.0, 8.0, amplitude=1.5), head_norms=True), "Qwen3"),
     ],
@@ -621,7 +486,7 @@ def test_a_model_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
         attempt()
     with one_line("Models can be written in float32, float16, bfloat16; got 'float8'"):
         attempt(dtype="float8")
-    with one_line("cannot be written: Qwen 2 has the ones, Qwen 3 the others"):
+    with one_line("A model with biases, head_norms cannot be written: no family of Hugging Face has all of that"):
         attempt(dataclasses.replace(TINY, biases=True, head_norms=True))
     with one_line(r"whose stretch linear has an amplitude \(2.0\) cannot be written"):
         attempt(dataclasses.replace(TINY, stretch=Stretch("linear", 2.0, amplitude=2.0)))

@@ -12,7 +12,6 @@ import pathlib
 import shutil
 
 import jax
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -30,7 +29,7 @@ from striped_attention.training.config import TrainConfig
 from striped_attention.training.source import find
 from striped_attention.training.step import Program
 from striped_attention.training.trainer import train
-from tests.test_huggingface import libraries, load, their_scores
+from tests.families import libraries, their_scores
 from tests.test_train_data import write_tokenizer
 
 VOCABULARY, END, LENGTH, BATCH = 61, 7, 48, 4
@@ -49,9 +48,7 @@ SHAPE = dict(
 # What transformers calls a model, and how it differs from SHAPE.
 MODELS = {
     "llama": ("Llama", dict()),
-    "qwen 2, tied": ("Qwen2", dict(tie_word_embeddings=True)),
     "qwen 3": ("Qwen3", dict(head_dim=16)),
-    "mistral": ("Mistral", dict(sliding_window=9)),
 }
 
 
@@ -138,97 +135,6 @@ def export(run, folder, dtype="float32"):
 def weights_of(folder):
     """The weights of all files of a folder, by name."""
     return {name: x for path in sorted(folder.glob("*.safetensors")) for name, x in load_file(path).items()}
-
-
-def odd(folder):
-    """Puts numbers into a model that arithmetic would change: -0.0 and one too small to be normal."""
-    path = sorted(folder.glob("*.safetensors"))[0]
-    weights = load_file(path)
-    first = next(iter(weights.values()))
-    first.flat[:2] = (-0.0, 1e-39)
-    save_file(weights, path, metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "options"),
-    [
-        ("qwen 2, tied", "bfloat16", dict(max_shard_size="10KB")),
-        ("qwen 3", "float32", dict()),
-        ("mistral", "float16", dict(max_shard_size="10KB")),
-    ],
-)
-def test_a_step_with_learning_rate_0_gives_the_same_bytes_back(name, dtype, options, tokens, tmp_path):
-    hub = save(name, tmp_path / "hub", dtype, **options)
-    odd(hub)
-    assert (len(list(hub.glob("*.safetensors"))) > 2) == bool(options)
-    train(config(tokens, tmp_path / "run", start_from=hub, learning_rate=0.0))
-    before, after = weights_of(hub), weights_of(export(tmp_path / "run", tmp_path / "out", dtype))
-    assert before.keys() == after.keys()
-    for key, weight in before.items():
-        assert weight.dtype == after[key].dtype == np.dtype(getattr(ml_dtypes, dtype, dtype))
-        assert weight.tobytes() == after[key].tobytes(), key
-    there, here = (json.loads((folder / "config.json").read_text()) for folder in (hub, tmp_path / "out"))
-    for key in ("architectures", "max_position_embeddings", "eos_token_id", "bos_token_id", "tie_word_embeddings"):
-        assert here[key] == there[key], key
-    assert huggingface.read_config(tmp_path / "out") == huggingface.read_config(hub)
-    np.testing.assert_array_equal(their_scores(load(tmp_path / "out")), their_scores(load(hub)))
-
-
-STEPS, WARMUP, PEAK, DECAY, CLIP = 20, 4, 3e-3, 0.1, 0.5
-
-
-def learning_rate(step):
-    """Up along a line, down along a cosine to a tenth; what --warmup and --schedule cosine say."""
-    if step < WARMUP:
-        return PEAK / (WARMUP + 1) + step / WARMUP * (PEAK - PEAK / (WARMUP + 1))
-    share = (step - WARMUP) / (STEPS - WARMUP)
-    return PEAK * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share)))
-
-
-def steps_of_transformers(model, batches):
-    """The losses of a plain loop in PyTorch on packed documents, which changes the model."""
-    torch, _ = libraries()
-    kinds = {decayed: [p for p in model.parameters() if (p.ndim > 1) == decayed] for decayed in (True, False)}
-    groups = [dict(params=kinds[True], weight_decay=DECAY), dict(params=kinds[False], weight_decay=0.0)]
-    optimiser, losses = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8), []
-    for step, batch in enumerate(batches):
-        same = batch.segments[:, :, None] == batch.segments[:, None]
-        visible = torch.tensor(np.tril(same)[:, None])
-        tokens, targets = (torch.tensor(x, dtype=torch.long) for x in (batch.tokens, batch.targets))
-        scores = model(tokens, attention_mask=visible).logits
-        each = torch.nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
-        counts = torch.tensor(batch.weights).flatten()
-        loss = (each * counts).sum() / counts.sum()
-        optimiser.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        for group in optimiser.param_groups:
-            group["lr"] = learning_rate(step)
-        optimiser.step()
-        losses.append(loss.item())
-    return losses
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen 3"])
-def test_twenty_steps_are_those_of_transformers(name, tokens, tmp_path):
-    _, transformers = libraries()
-    hub = save(name, tmp_path / "hub")
-    options = dict(steps=STEPS, learning_rate=PEAK, schedule="cosine", warmup=WARMUP, weight_decay=DECAY, clip=CLIP)
-    asked = config(tokens, tmp_path / "run", start_from=hub, **options)
-    train(asked)
-    ours = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    corpus = data.load(tokens, None, END, VOCABULARY)
-    batches = [data.read(corpus, step * BATCH, range(BATCH), LENGTH, asked.seed) for step in range(STEPS)]
-    model = transformers.AutoModelForCausalLM.from_pretrained(hub).eval()
-    theirs = steps_of_transformers(model, batches)
-    assert any(line["gradient_norm"] > CLIP for line in ours), "so that clipping is compared"
-    assert theirs[-1] < theirs[0] - 0.1, "so that steps do something"
-    np.testing.assert_allclose([line["loss"] for line in ours], theirs, atol=1e-4, rtol=0)
-    weights = weights_of(export(tmp_path / "run", tmp_path / "out"))
-    moved = weights_of(hub)
-    for key, weight in model.state_dict().items():
-        np.testing.assert_allclose(weights[key], weight.numpy(), atol=1e-4, rtol=0, err_msg=key)
-        assert np.abs(weights[key] - moved[key]).max() > 1e-3, key
 
 
 def test_every_device_is_given_its_part_of_the_files_alone(tmp_path, monkeypatch):

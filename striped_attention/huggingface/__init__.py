@@ -9,7 +9,10 @@ Reading checks all files before it gives the first weight, or the first part of 
 which takes its name when all of it is there. Both ways one weight of one layer is in memory at a time. Pickles
 (pytorch_model.bin) can run any code when they are opened, so they never are.
 
+families    the families of models, and what each has besides LLaMA
 config      config.json as a `ModelConfig`, and back
+rope        its rotary positions
+said        what a config.json says, name by name
 weight      names and shapes there and here
 reading     the weights of a folder
 writing     a folder from weights

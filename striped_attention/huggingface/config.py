@@ -1,79 +1,21 @@
 """config.json: the shape of a Hugging Face model as a `ModelConfig`, and back.
 
-Four families are LLaMA with little besides:
-
-    llama      nothing
-    mistral    a sliding window in every layer
-    qwen2      biases of queries, keys and values
-    qwen3      norms of queries and keys
-
 What a file leaves out is what transformers takes then. What this library would compute in another way is refused, never
-passed over. Rotary positions are written in the older spelling (`rope_theta`, `rope_scaling`), which transformers 4 and
-5 both read; transformers 5 itself writes `rope_parameters`, and that is read as well.
+passed over. Names are read as transformers 4 and 5 write them, and written so that both read them.
 """
 
-import dataclasses
-import json
-import math
 import pathlib
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 from striped_attention.errors import UsageError
+from striped_attention.huggingface.families import FAMILIES, Family, kind_of
+from striped_attention.huggingface.rope import FULL, SLIDING, read_rope, rope_json
+from striped_attention.huggingface.said import Said, read_json
 from striped_attention.models.llama import ModelConfig
-from striped_attention.models.rotary import STRETCHES, Stretch
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-SLIDING, FULL = "sliding_attention", "full_attention"
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """`kv_heads` and `head_width` are transformers' where a file does not say; None means heads, and dim / heads."""
-
-    architecture: str
-    kv_heads: int | None = None
-    head_width: int | None = None
-    biases: bool = False
-    head_norms: bool = False
-
-
-FAMILIES = {
-    "llama": Family("LlamaForCausalLM"),
-    "mistral": Family("MistralForCausalLM", kv_heads=8),
-    "qwen2": Family("Qwen2ForCausalLM", kv_heads=32, biases=True),
-    "qwen3": Family("Qwen3ForCausalLM", kv_heads=32, head_width=128, head_norms=True),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Said:
-    """What a config.json says, or a part of it. Every complaint begins with `where`."""
-
-    where: str
-    values: dict[str, Any]
-
-    def refuse(self, text: str) -> NoReturn:
-        raise UsageError(f"{self.where} {text}")
-
-    def number(self, name: str, default: int | float | None = None) -> float:
-        """A number above 0; `default` where there is none or null. Without a default there must be one."""
-        value = default if self.values.get(name) is None else self.values[name]
-        if value is None:
-            self.refuse(f"does not say {name}, without which a model is not known. Take the model's own file.")
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**63:
-            self.refuse(f"must give a number above 0 as {name}; got {value!r}.")
-        return float(value)
-
-    def whole(self, name: str, default: int | None = None) -> int:
-        value = self.number(name, default)
-        if not value.is_integer():
-            self.refuse(f"must give a whole number as {name}; got {value}.")
-        return int(value)
-
-    def is_null(self, name: str) -> bool:
-        """Said to be nothing, which is not the same as not said."""
-        return name in self.values and self.values[name] is None
+GEMMA = ("gemma2", "gemma3_text")
 
 
 def read_config(folder: pathlib.Path) -> ModelConfig:
@@ -84,15 +26,18 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
             f"`hf download NAME --local-dir FOLDER` fetches one."
         )
     path = folder / "config.json"
-    said = _Said(str(path), read_json(path))
+    said = Said(str(path), read_json(path))
     kind = _kind(said)
     family = FAMILIES[kind]
-    _check_plain(said, family)
+    _check_plain(said, kind)
     layers, dim, heads = (said.whole(f) for f in ("num_hidden_layers", "hidden_size", "num_attention_heads"))
-    kv_heads = heads if said.is_null("num_key_value_heads") else family.kv_heads or heads
-    width = dim // heads if said.is_null("head_dim") else family.head_width or dim // heads
+    kv_heads = heads if said.is_null("num_key_value_heads") else family.missing.get("num_key_value_heads", heads)
+    width = dim // heads if said.is_null("head_dim") else family.missing.get("head_dim", dim // heads)
     width = said.whole("head_dim", width)
-    theta, stretch = _rotary(said)
+    window, full_every = _window(said, kind, layers)
+    rope = read_rope(said, kind, width)
+    if window is None:
+        rope.pop("local_theta", None)  # no layer has it
     try:
         return ModelConfig(
             layers=layers,
@@ -101,32 +46,20 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
             heads=heads,
             kv_heads=said.whole("num_key_value_heads", kv_heads),
             vocabulary=said.whole("vocab_size"),
-            rope_theta=theta,
-            norm_epsilon=said.number("rms_norm_eps", 1e-6),
+            norm_epsilon=said.number("rms_norm_eps", family.missing.get("rms_norm_eps", 1e-6)),
             head_width=None if width * heads == dim else width,
-            window=_window(said, kind, layers),
-            biases=family.biases,
-            head_norms=family.head_norms,
-            tied=said.values.get("tie_word_embeddings") is True,
-            stretch=stretch,
+            window=window,
+            full_every=full_every,
+            tied=said.values.get("tie_word_embeddings", family.missing.get("tie_word_embeddings")) is True,
+            **rope,
+            **family.always,
+            **(_of_gemma(said, family, width) if kind in GEMMA else {}),
         )
     except ValueError as error:
         raise UsageError(f"{path} describes a model that cannot be: {error}") from error
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}. It belongs to every Hugging Face model.") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not JSON ({error}). Is it cut short? Download the model again.") from error
-    if not isinstance(found, dict):
-        raise UsageError(f"{path} must hold a JSON object; got {type(found).__name__}. Download the model again.")
-    return found
-
-
-def _kind(said: _Said) -> str:
+def _kind(said: Said) -> str:
     """The family of a model; both ways to name it must agree."""
     names, model_type = said.values.get("architectures"), said.values.get("model_type")
     for kind, family in FAMILIES.items():
@@ -134,88 +67,83 @@ def _kind(said: _Said) -> str:
             return kind
         if names == [family.architecture] and model_type is None:
             return kind
+    if model_type == "gemma3":
+        said.refuse(
+            "is that of a Gemma 3 for text and images; here only its language part is known. Save that with transformers: "
+            "Gemma3ForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)."
+        )
     known = ", ".join(family.architecture for family in FAMILIES.values())
     said.refuse(f"is of the architecture {names or None} and type {model_type!r}. Known are {known}.")
 
 
-def _check_plain(said: _Said, family: Family) -> None:
+def _check_plain(said: Said, kind: str) -> None:
     """Raise for what none of our models computes."""
-    quantized = said.values.get("quantization_config")
+    quantized, family = said.values.get("quantization_config"), FAMILIES[kind]
     if quantized is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
         said.refuse(f"says that the weights are quantized ({method}). Take the model in bfloat16, float16 or float32.")
-    if said.values.get("hidden_act", "silu") != "silu":
-        said.refuse(f"must have silu as hidden_act; got {said.values['hidden_act']!r}. Other models are not known.")
-    for name in ("mlp_bias",) if family.biases else ("attention_bias", "mlp_bias"):
+    name, activation = family.activation
+    if said.values.get(name, activation) != activation:
+        said.refuse(f"must have {activation} as {name}; got {said.values[name]!r}. Other models are not known.")
+    for name in ("mlp_bias",) if "biases" in family.always else ("attention_bias", "mlp_bias"):
         if said.values.get(name):
             said.refuse(f"asks for {name}, which no model of this library has. Only Qwen 2's biases are known.")
+    if kind in GEMMA and said.values.get("use_bidirectional_attention"):
+        said.refuse("lets tokens see later ones (use_bidirectional_attention). Only causal models are known.")
+    if kind == "gemma3_text" and said.values.get("attn_logit_softcapping") is not None:
+        said.refuse("asks for attn_logit_softcapping, which transformers passes over in Gemma 3. Set it to null.")
 
 
-def _window(said: _Said, kind: str, layers: int) -> int | None:
-    """The window of all layers. One that only some of the layers have cannot be said in a `ModelConfig`."""
+def _window(said: Said, kind: str, layers: int) -> tuple[int | None, int | None]:
+    """The window, and which layers have none: every n-th. Other patterns cannot be said in a `ModelConfig`."""
     qwen = kind.startswith("qwen")
-    asked = kind == "mistral" or (qwen and bool(said.values.get("use_sliding_window")))
+    asked = kind in ("mistral", *GEMMA) or (qwen and bool(said.values.get("use_sliding_window")))
+    asked |= kind == "phi3" and "sliding_window" in said.values
     window = said.whole("sliding_window", 4096) if asked and not said.is_null("sliding_window") else None
-    first = said.values.get("max_window_layers", 28) if qwen else 0
-    if not isinstance(first, int):
-        said.refuse(f"must give a whole number as max_window_layers; got {first!r}.")
-    usual = [SLIDING if window is not None and layer >= first else FULL for layer in range(layers)]
+    usual = [SLIDING if window is not None and sliding else FULL for sliding in _usually_sliding(said, kind, layers)]
     types = usual if said.values.get("layer_types") is None else said.values["layer_types"]
-    if qwen or types == usual:  # the others do not look at layer_types
-        if types == [FULL] * layers:
-            return None
-        if types == [SLIDING] * layers and window is not None:
-            return window
+    if types == [FULL] * layers and (types == usual or qwen or kind in GEMMA):
+        return None, None
+    if window is not None and (types == usual or qwen or kind in GEMMA):  # the others do not look at layer_types
+        if types == [SLIDING] * layers:
+            return window, None
+        full_every = types.index(FULL) + 1 if isinstance(types, list) and FULL in types else 1
+        if full_every > 1 and types == _alternating(full_every, layers):
+            return window, full_every
     kinds = sorted({str(each) for each in types}) if isinstance(types, list) else types
-    said.refuse(f"asks for a window of {window} and layers of {kinds}. Known is one window for all layers, or none.")
+    said.refuse(
+        f"asks for a window of {window} and layers of {kinds}. Known is one window for all layers, for all but every "
+        f"n-th, or for none."
+    )
 
 
-def _rotary(said: _Said) -> tuple[float, Stretch | None]:
-    """Theta, and what was done to the frequencies."""
-    rope = said.values.get("rope_scaling") or said.values.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        said.refuse(f"must describe the rotary positions of all layers at once; got {rope}.")
-    part = _Said(f"{said.where}, in its rotary positions,", rope)
-    for each in (said, part):
-        if each.values.get("partial_rotary_factor") not in (None, 1):
-            each.refuse(f"turns a part of a head (partial_rotary_factor {each.values['partial_rotary_factor']}).")
-    theta = part.number("rope_theta", said.number("rope_theta", 10_000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    known = [name for name in STRETCHES if name != "longrope"]
-    if kind not in known:
-        said.refuse(f"has rotary positions of the type {kind!r}. Known are default, {', '.join(known)}.")
-    factor = part.number("factor")
-    if kind == "linear":
-        return theta, Stretch(kind, factor)
-    original = "original_max_position_embeddings"
-    source = next((each for each in (said, part) if each.values.get(original) is not None), None)
-    length = said.whole("max_position_embeddings") if source is None else source.whole(original)
-    if kind == "llama3":
-        slow, fast, amplitude = part.number("low_freq_factor"), part.number("high_freq_factor"), None
-    else:
-        slow, fast, amplitude = part.number("beta_slow", 1), part.number("beta_fast", 32), _amplitude(part, factor)
-        if rope.get("truncate", True) is not True:
-            part.refuse(f"must round the ends of yarn's ramp (truncate true); got {rope['truncate']!r}.")
-    if not slow < fast:
-        part.refuse(f"must have a slow end below the fast end; got {slow} and {fast}.")
-    return theta, Stretch(kind, factor, length, slow, fast, amplitude)
+def _usually_sliding(said: Said, kind: str, layers: int) -> list[bool]:
+    """The layers that have the window if there is one and `layer_types` does not say otherwise."""
+    if kind.startswith("qwen"):
+        first = said.values.get("max_window_layers", 28)
+        if not isinstance(first, int):
+            said.refuse(f"must give a whole number as max_window_layers; got {first!r}.")
+        return [layer >= first for layer in range(layers)]
+    every = {"gemma2": 2, "gemma3_text": said.whole("sliding_window_pattern", 6)}.get(kind)
+    return [each == SLIDING for each in _alternating(every or layers + 1, layers)]
 
 
-def _amplitude(part: _Said, factor: float) -> float | None:
-    """What yarn multiplies cosine and sine with; None where the factor alone decides, as in the paper."""
-    if part.values.get("attention_factor") is not None:
-        return part.number("attention_factor")
-    if not (part.values.get("mscale") and part.values.get("mscale_all_dim")):
-        return None
-    above, below = (0.1 * part.number(name) * max(math.log(factor), 0) + 1 for name in ("mscale", "mscale_all_dim"))
-    return above / below
+def _alternating(full_every: int, layers: int) -> list[str]:
+    return [SLIDING if (i + 1) % full_every else FULL for i in range(layers)]
+
+
+def _of_gemma(said: Said, family: Family, width: int) -> dict[str, Any]:
+    """What only Gemma's config.json says."""
+    scalar = said.whole("query_pre_attn_scalar", family.missing["query_pre_attn_scalar"])
+    cap = said.optional("attn_logit_softcapping", family.missing.get("attn_logit_softcapping"))
+    score_cap = said.optional("final_logit_softcapping", family.missing.get("final_logit_softcapping"))
+    return {"attention_width": None if scalar == width else scalar, "softcap": cap, "score_softcap": score_cap}
 
 
 def config_json(config: ModelConfig, dtype: str, length: int, ids: Mapping[str, int | list[int]]) -> dict[str, Any]:
     """The config.json of a model: the inverse of `read_config`. `length` is that of the longest texts it is for."""
-    kind = _kind_of(config)
+    kind = kind_of(config)
+    activation, its_name = FAMILIES[kind].activation
     said: dict[str, Any] = {
         "architectures": [FAMILIES[kind].architecture],
         "model_type": kind,
@@ -226,54 +154,39 @@ def config_json(config: ModelConfig, dtype: str, length: int, ids: Mapping[str, 
         "num_attention_heads": config.heads,
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        activation: its_name,
         "max_position_embeddings": length,
         "rms_norm_eps": config.norm_epsilon,
         "tie_word_embeddings": config.tied,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None if config.stretch is None else _rope_scaling(config.stretch),
+        **rope_json(config),
         "torch_dtype": dtype,
         # null where nothing is known: left out they would be 1 and 2 for Llama, and texts would end at token 2.
         **{name: ids.get(name) for name in IDS},
     }
-    if config.stretch is not None and config.stretch.kind == "yarn":
-        # transformers 4 takes the ratio of the two lengths for the factor.
-        said["max_position_embeddings"] = round(config.stretch.factor * (config.stretch.original_length or 0))
-    if kind == "llama":
+    if kind in ("llama", "olmo2"):
         said |= {"attention_bias": False, "mlp_bias": False}
-    elif kind == "mistral":
+    elif kind in ("mistral", "phi3"):
         said |= {"sliding_window": config.window}
+    elif kind in GEMMA:
+        said |= _gemma_json(config)
     elif config.window is None:
         said |= {"use_sliding_window": False}
     else:
         said |= {"use_sliding_window": True, "sliding_window": config.window, "max_window_layers": 0}
+        said |= {} if config.full_every is None else {"layer_types": _types(config)}
     return said
 
 
-def _kind_of(config: ModelConfig) -> str:
-    """The family that computes what a model computes."""
-    if config.biases and config.head_norms:
-        raise UsageError(
-            "A model with biases and head_norms cannot be written: Qwen 2 has the ones, Qwen 3 the others."
-        )
-    if config.stretch is not None and config.stretch.kind != "yarn" and config.stretch.amplitude not in (None, 1):
-        raise UsageError(
-            f"A model whose stretch {config.stretch.kind} has an amplitude ({config.stretch.amplitude}) cannot be "
-            f"written: in Hugging Face's families only yarn has one."
-        )
-    if config.head_norms or config.biases:
-        return "qwen3" if config.head_norms else "qwen2"
-    # Llama's configuration wants dim to be a multiple of heads, also where the width of a head is another; Mistral's,
-    # which without a window is the same model, does not.
-    return "llama" if config.window is None and config.dim % config.heads == 0 else "mistral"
+def _gemma_json(config: ModelConfig) -> dict[str, Any]:
+    said = {
+        "query_pre_attn_scalar": config.attention_width or config.head_dim,
+        "attn_logit_softcapping": config.softcap,
+        "final_logit_softcapping": config.score_softcap,
+        "sliding_window": config.window or 4096,  # transformers wants one, also if no layer has it
+        "layer_types": _types(config),
+    }
+    return said | ({} if config.full_every is None else {"sliding_window_pattern": config.full_every})
 
 
-def _rope_scaling(stretch: Stretch) -> dict[str, Any]:
-    said: dict[str, Any] = {"rope_type": stretch.kind, "factor": stretch.factor}
-    if stretch.kind == "linear":
-        return said
-    slow, fast = ("low_freq_factor", "high_freq_factor") if stretch.kind == "llama3" else ("beta_slow", "beta_fast")
-    said |= {"original_max_position_embeddings": stretch.original_length, slow: stretch.slow, fast: stretch.fast}
-    if stretch.kind == "yarn" and stretch.amplitude is not None:
-        said["attention_factor"] = stretch.amplitude
-    return said
+def _types(config: ModelConfig) -> list[str]:
+    return [FULL if config.layer(i).window is None else SLIDING for i in range(config.layers)]

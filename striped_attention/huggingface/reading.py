@@ -11,7 +11,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from striped_attention.errors import UsageError
-from striped_attention.huggingface.config import read_json
+from striped_attention.huggingface.said import read_json
 from striped_attention.huggingface.weight import CODES, OUTSIDE, Named, Weight, weights
 from striped_attention.models.llama import ModelConfig
 
@@ -57,7 +57,7 @@ class Files:
     def __iter__(self) -> Iterator[Named]:
         """Every weight whole; all layers of one name, then the next."""
         for weight, header in self._places.values():
-            yield weight.name, weight.layer, weight.ours(self._open[header.path].get_tensor(header.key))
+            yield weight.name, weight.layer, weight.ours(self._open[header.path].get_slice(header.key))
 
 
 def tensors(folder: pathlib.Path, config: ModelConfig) -> Iterator[Named]:

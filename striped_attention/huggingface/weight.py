@@ -5,10 +5,14 @@ heads have a dimension of their own:
 
     model.layers.3.self_attn.q_proj.weight  [heads · head_dim, dim]      query of layer 3   [dim, heads, head_dim]
     model.layers.3.self_attn.o_proj.weight  [dim, heads · head_dim]      output of layer 3  [heads, head_dim, dim]
+
+Phi's files keep query, key and value as one matrix, and gate and up as another: the rows of one follow those of the
+other. Each is a weight of its own here, which knows at which row of the stored matrix it begins.
 """
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -28,27 +32,29 @@ INSIDE = {
     "query_norm": "self_attn.q_norm",
     "key_norm": "self_attn.k_norm",
     "output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
+    "after_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",  # where there is one after attention too; else that one's name
+    "after_ffn_norm": "post_feedforward_layernorm",
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+FUSED = {"self_attn.qkv_proj": ("query", "key", "value"), "mlp.gate_up_proj": ("gate", "up")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One weight of one layer, or of none. `name` and `shape` are ours."""
+    """One weight of one layer, or of none. `name` and `shape` are ours, `key` is its name in a file.
+
+    Of a fused matrix with so many `rows` it is those from row `first` on.
+    """
 
     name: str
     layer: int | None
     shape: tuple[int, ...]
-
-    @property
-    def key(self) -> str:
-        """Its name in a file."""
-        owner = self.name.removesuffix("_bias")
-        place = OUTSIDE[owner] if self.layer is None else f"model.layers.{self.layer}.{INSIDE[owner]}"
-        return f"{place}.{'weight' if owner == self.name else 'bias'}"
+    key: str
+    first: int = 0
+    rows: int | None = None
 
     @property
     def inputs(self) -> int | None:
@@ -58,19 +64,26 @@ class Weight:
         return math.prod(self.shape[:-1]) if self.name == "output" else self.shape[0]
 
     @property
+    def outputs(self) -> int:
+        """The rows of a matrix in a file that are its own."""
+        return math.prod(self.shape) // (self.inputs or 1)
+
+    @property
     def stored(self) -> tuple[int, ...]:
-        """Its shape in a file."""
+        """The shape of what a file holds under its name."""
         if self.inputs is not None:
-            return (math.prod(self.shape) // self.inputs, self.inputs)
+            return (self.rows or self.outputs, self.inputs)
         return self.shape if self.name == "embedding" else (math.prod(self.shape),)
 
-    def ours(self, array: np.ndarray) -> np.ndarray:
-        return (array if self.inputs is None else array.T).reshape(self.shape)
+    def ours(self, stored: Any) -> np.ndarray:
+        """All of our array."""
+        return self.part(stored, tuple(slice(None) for _ in self.shape))
 
     def part(self, stored: Any, index: tuple[slice, ...]) -> np.ndarray:
         """A part of our array. Of `stored`, which may be a slice of a file, only the rows and columns that hold it are
         read."""
-        read = stored[tuple(_flat(self.shape[group], index[group]) for group in self._groups)]
+        rows, *columns = (_flat(self.shape[group], index[group]) for group in self._groups)
+        read = stored[(slice(rows.start + self.first, rows.stop + self.first), *columns)]
         firsts = {group.start for group in self._groups}
         bounds = [i.indices(n) for i, n in zip(index, self.shape, strict=True)]
         shape = [stop - start if i in firsts else self.shape[i] for i, (start, stop, _) in enumerate(bounds)]
@@ -88,6 +101,7 @@ class Weight:
         return [slice(inputs, len(self.shape)), slice(0, inputs)]
 
     def theirs(self, array: np.ndarray) -> np.ndarray:
+        """Our array as the rows of a file that are its own."""
         return array.reshape(self.stored) if self.inputs is None else array.reshape(self.inputs, -1).T
 
 
@@ -103,6 +117,27 @@ def _flat(shape: tuple[int, ...], index: tuple[slice, ...]) -> slice:
 def weights(config: ModelConfig) -> list[Weight]:
     """Every weight of a model. Those of one name follow each other, layer by layer, as they are stacked here."""
     shapes = config.shapes
-    layers = [Weight(name, i, shape[1:]) for name, shape in shapes.pop("layers").items() for i in range(config.layers)]
-    embedding, *last = (Weight(name, None, shape) for name, shape in shapes.items())
+    inside = shapes.pop("layers")
+    layers = [_of_layer(config, name, i, inside) for name in inside for i in range(config.layers)]
+    embedding, *last = (Weight(name, None, shape, f"{OUTSIDE[name]}.weight") for name, shape in shapes.items())
     return [embedding, *layers, *last]
+
+
+def _of_layer(config: ModelConfig, name: str, layer: int, shapes: dict[str, tuple[int, ...]]) -> Weight:
+    owner, shape = name.removesuffix("_bias"), shapes[name][1:]
+    place = INSIDE["after_attention_norm" if name == "ffn_norm" and config.norms == "before" else owner]
+    plain = Weight(name, layer, shape, f"model.layers.{layer}.{place}.{'weight' if owner == name else 'bias'}")
+    for fused, names in FUSED.items() if config.fused else ():
+        if name in names:
+            rows = [math.prod(shapes[each][2:]) for each in names]
+            first = sum(rows[: names.index(name)])
+            return dataclasses.replace(plain, key=f"model.layers.{layer}.{fused}.weight", first=first, rows=sum(rows))
+    return plain
+
+
+def by_key(some: Iterable[Weight]) -> list[list[Weight]]:
+    """Weights that a file holds under one name together, the others each by itself."""
+    found: dict[str, list[Weight]] = {}
+    for weight in some:
+        found.setdefault(weight.key, []).append(weight)
+    return list(found.values())

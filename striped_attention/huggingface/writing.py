@@ -20,7 +20,7 @@ import numpy as np
 
 from striped_attention.errors import UsageError
 from striped_attention.huggingface.config import config_json
-from striped_attention.huggingface.weight import CODES, Named, Weight, weights
+from striped_attention.huggingface.weight import CODES, Named, Weight, by_key, weights
 from striped_attention.models.llama import ModelConfig
 
 DTYPES = {"float32": np.dtype("f4"), "float16": np.dtype("f2"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -101,13 +101,13 @@ def _whole(folder: pathlib.Path, size: int) -> Iterator[pathlib.Path]:
 
 
 def _shards(config: ModelConfig, dtype: str, most: int) -> dict[str, list[Weight]]:
-    """Which weights go into which file, layer by layer."""
+    """Which weights go into which file, layer by layer; what is one matrix there stays together."""
     outside = {"embedding": -1, "norm": config.layers, "unembedding": config.layers}
     shards: list[list[Weight]] = [[]]
-    for weight in sorted(weights(config), key=lambda w: outside[w.name] if w.layer is None else w.layer):
-        if shards[-1] and _bytes([*shards[-1], weight], dtype) > most:
+    for some in by_key(sorted(weights(config), key=lambda w: outside[w.name] if w.layer is None else w.layer)):
+        if shards[-1] and _bytes([*shards[-1], *some], dtype) > most:
             shards.append([])
-        shards[-1].append(weight)
+        shards[-1] += some
     if len(shards) == 1:
         return {"model.safetensors": shards[0]}
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, start=1)}
@@ -120,14 +120,18 @@ def _bytes(shard: list[Weight], dtype: str) -> int:
 def _begin(path: pathlib.Path, shard: list[Weight], dtype: str) -> list[Place]:
     """Write the header of a file, and say where every weight shall lie."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts = [0]
-    for weight in shard:
-        starts.append(starts[-1] + _bytes([weight], dtype))
-        header[weight.key] = {"dtype": CODES[dtype], "shape": weight.stored, "data_offsets": starts[-2:]}
+    starts: list[int] = []
+    end = 0
+    for together in by_key(shard):
+        begin = end
+        for weight in together:  # in the order of their rows
+            starts.append(end)
+            end += _bytes([weight], dtype)
+        header[together[0].key] = {"dtype": CODES[dtype], "shape": together[0].stored, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(struct.pack("<Q", len(text)) + text)
-    return [(weight, path, 8 + len(text) + start) for weight, start in zip(shard, starts, strict=False)]
+    return [(weight, path, 8 + len(text) + start) for weight, start in zip(shard, starts, strict=True)]
 
 
 def _put(place: Place, array: np.ndarray, dtype: str) -> None:

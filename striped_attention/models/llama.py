@@ -95,7 +95,7 @@ class ModelConfig:
     activation: str = "silu"
     softcap: float | None = None
     score_softcap: float | None = None
-    attention_width: float | None = None
+    attention_width: int | None = None
     scaled_embedding: bool = False
     local_theta: float | None = None
     rotary_width: int | None = None
@@ -123,6 +123,8 @@ class ModelConfig:
                 f"With full_every, at least 2, all but every such layer have a window; got full_every "
                 f"{self.full_every} and window {self.window}."
             )
+        if self.local_theta is not None and self.window is None:
+            raise ValueError(f"A local_theta is for layers with a window; got {self.local_theta} and no window.")
         if self.rotary_width is not None and not (self.rotary_width % 2 == 0 < self.rotary_width <= self.head_dim):
             raise ValueError(
                 f"The part of a head that is rotated must be even and at most its {self.head_dim} numbers; got "
@@ -157,7 +159,7 @@ class ModelConfig:
         """What layer `index` computes, as a model whose layers are all like it. Equal layers give equal models."""
         if self.full_every is not None and (index + 1) % self.full_every == 0:
             return dataclasses.replace(self, window=None, full_every=None, local_theta=None)
-        if self.full_every is None and (self.local_theta is None or self.window is None):
+        if self.full_every is None and self.local_theta is None:
             return self
         changes: dict[str, Any] = {"full_every": None, "local_theta": None}
         if self.local_theta is not None:

@@ -17,7 +17,8 @@ from striped_attention import data
 from striped_attention.data.tokenizer import open_tokenizer, tokens_of
 from striped_attention.errors import UsageError
 from striped_attention.huggingface import read_config
-from striped_attention.huggingface.config import IDS, read_json
+from striped_attention.huggingface.config import IDS
+from striped_attention.huggingface.said import read_json
 from striped_attention.huggingface.writing import GENERATION
 from striped_attention.models.llama import ModelConfig
 from striped_attention.training import rope

@@ -1,0 +1,256 @@
+"""Families: every model of `tests/families.py` gives what transformers gives, wherever it can be taken.
+
+In files: the same scores here and there, before and after writing. On devices: greedy text on 1, 2, 4 and 8 of them,
+losses by position, steps of training. Through a run whose learning rate is 0 the bytes of every weight stay the same.
+"""
+
+import copy
+import dataclasses
+import functools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from safetensors.numpy import load_file, save_file
+
+import striped_attention as sa
+from striped_attention import data, huggingface
+from striped_attention.generation.engine import Engine, Options
+from striped_attention.models.llama import ModelConfig
+from striped_attention.models.stages import AXES
+from striped_attention.runtime.mesh import make_mesh
+from striped_attention.training.trainer import train
+from tests.families import (
+    END,
+    LENGTH,
+    MODELS,
+    TOKENS,
+    VOCABULARY,
+    largest_difference,
+    libraries,
+    load,
+    original,
+    our_scores,
+    randomised,
+    save,
+    stacked,
+    their_scores,
+)
+from tests.test_engine import greedy
+from tests.test_start import BATCH, command, export, tokens, weights_of  # noqa: F401  a fixture
+from tests.test_start import config as training
+
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_scores_are_those_of_transformers(name, tmp_path):
+    config, weights = stacked(save(name, tmp_path))
+    for field, value in MODELS[name].fields.items():
+        assert getattr(config, field) == value, field
+    scores, truth = our_scores(config, weights), their_scores(original(name))
+    assert truth.std() > 0.5, "scores that are all nearly 0 would agree anyhow"
+    assert largest_difference(scores, truth) < 1e-4
+    for field in MODELS[name].matters:
+        others = dict(full_every=None, local_theta=None) if field == "window" else {}
+        plain = our_scores(dataclasses.replace(config, **{**others, field: DEFAULTS[field]}), weights)
+        assert largest_difference(plain, truth) > 0.05, f"otherwise the test could not see {field}"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_written_is_the_same_model_here_and_there(name, tmp_path):
+    source = save(name, tmp_path / "theirs")
+    config = huggingface.read_config(source)
+    huggingface.write(tmp_path / "ours", config, huggingface.tensors(source, config), "float32", length=1024)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours", "theirs"]
+    again, weights = stacked(tmp_path / "ours")
+    assert again == config
+    jax.tree.map(np.testing.assert_array_equal, weights, stacked(source)[1])
+    model = load(tmp_path / "ours")
+    assert type(model) is type(original(name))
+    assert model.config.eos_token_id is None, "nobody said what ends a text"
+    assert largest_difference(their_scores(model), their_scores(original(name))) < 1e-6
+
+
+@functools.cache
+def greedy_text_of_transformers(name, lengths, steps):
+    """Token by token, each from all before it: no cache, so no way of keeping it can be wrong."""
+    found = []
+    for row, length in enumerate(lengths):
+        tokens = prompts(lengths)[row]
+        for _ in range(steps):
+            tokens = np.append(tokens, their_scores(original(name), tokens[None])[0, -1].argmax())
+        found.append(tokens[length:].tolist())
+    return found
+
+
+def prompts(lengths):
+    return [TOKENS[row % 2, row : row + length] for row, length in enumerate(lengths)]
+
+
+def engine_of(folder, devices, layout, batch, capacity):
+    """An engine that reads in chunks, so that a long prompt meets a cache."""
+    config, weights = stacked(folder)
+    mesh = make_mesh({AXES.batch: 1, AXES.sequence: devices}, jax.devices()[:devices])
+    layers = [{name: w[i] for name, w in weights["layers"].items()} for i in range(config.layers)]
+    weights = jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
+        {**weights, "layers": layers},
+        config.layer_specs(devices),
+    )
+    return Engine(config, weights, mesh, Options(layout, batch, capacity, chunk=8, dtype=jnp.dtype("float32")))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_text_is_that_of_transformers_on_any_devices(name, tmp_path):
+    """Prompts longer than the window, and shorter ones that grow beyond it."""
+    lengths, steps = (15, 5, 6), 8
+    wanted = greedy_text_of_transformers(name, lengths, steps)
+    assert len({tuple(text) for text in wanted}) == 3
+    folder = save(name, tmp_path)
+    for devices, layout in [(1, sa.contiguous()), (2, sa.striped(2)), (4, sa.zigzag()), (8, sa.striped())]:
+        engine = engine_of(folder, devices, layout, 3, 24)
+        assert greedy(engine, prompts(lengths), steps).tolist() == wanted, (devices, layout)
+        rooms = [cache.capacity for cache in engine.caches]
+        windows = [engine.config.layer(i).window for i in range(engine.config.layers)]
+        assert all((room < 24) == (window is not None) for room, window in zip(rooms, windows, strict=True))
+
+
+def odd(folder):
+    """Puts numbers into a model that arithmetic would change: -0.0 and one too small to be normal."""
+    path = sorted(folder.glob("*.safetensors"))[0]
+    weights = load_file(path)
+    first = next(iter(weights.values()))
+    first.flat[:2] = (-0.0, 1e-39)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "options"),
+    [
+        ("qwen 2, tied", "bfloat16", dict(max_shard_size="40KB")),
+        ("qwen 3", "float32", dict()),
+        ("mistral", "float16", dict(max_shard_size="40KB")),
+        ("gemma 2", "bfloat16", dict(max_shard_size="40KB")),
+        ("gemma 3", "float32", dict()),
+        ("phi 3, long", "float16", dict(max_shard_size="40KB")),
+        ("phi 4 mini, short", "bfloat16", dict()),
+        ("olmo 2", "bfloat16", dict()),
+    ],
+)
+def test_a_step_with_learning_rate_0_gives_the_same_bytes_back(name, dtype, options, tokens, tmp_path):
+    torch, _ = libraries()
+    original(name).to(getattr(torch, dtype)).save_pretrained(tmp_path / "hub", **options)
+    original(name).to(torch.float32)
+    original.cache_clear()  # for its weights were rounded
+    hub = tmp_path / "hub"
+    odd(hub)
+    assert (len(list(hub.glob("*.safetensors"))) > 2) == bool(options)
+    train(training(tokens, tmp_path / "run", start_from=hub, learning_rate=0.0))
+    before, after = weights_of(hub), weights_of(export(tmp_path / "run", tmp_path / "out", dtype))
+    assert before.keys() == after.keys()
+    for key, weight in before.items():
+        assert weight.dtype == after[key].dtype == np.dtype(getattr(ml_dtypes, dtype, dtype))
+        assert weight.tobytes() == after[key].tobytes(), key
+    there, here = (json.loads((folder / "config.json").read_text()) for folder in (hub, tmp_path / "out"))
+    for key in ("architectures", "max_position_embeddings", "eos_token_id", "bos_token_id", "tie_word_embeddings"):
+        assert here[key] == there[key], key
+    assert huggingface.read_config(tmp_path / "out") == huggingface.read_config(hub)
+    np.testing.assert_array_equal(their_scores(load(tmp_path / "out")), their_scores(load(hub)))
+
+
+STEPS, WARMUP, PEAK, DECAY, CLIP = 20, 4, 3e-3, 0.1, 0.5
+
+
+def learning_rate(step):
+    """Up along a line, down along a cosine to a tenth; what --warmup and --schedule cosine say."""
+    if step < WARMUP:
+        return PEAK / (WARMUP + 1) + step / WARMUP * (PEAK - PEAK / (WARMUP + 1))
+    share = (step - WARMUP) / (STEPS - WARMUP)
+    return PEAK * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * share)))
+
+
+def their_masks(config, segments):
+    """What transformers adds to scores: documents, and the windows of each kind of layer."""
+    torch, _ = libraries()
+    same = segments[:, :, None] == segments[:, None]
+    masks = {}
+    for layer in config.kinds:
+        visible = torch.tensor(same & layer.mask.dense(segments.shape[1]))[:, None]
+        name = "full_attention" if layer.window is None else "sliding_attention"
+        masks[name] = torch.where(visible, 0.0, torch.finfo(torch.float32).min)
+    return masks if len(masks) > 1 else masks[name]
+
+
+def steps_of_transformers(model, config, batches):
+    """The losses of a plain loop in PyTorch on packed documents, which changes the model."""
+    torch, _ = libraries()
+    kinds = {decayed: [p for p in model.parameters() if (p.ndim > 1) == decayed] for decayed in (True, False)}
+    groups = [dict(params=kinds[True], weight_decay=DECAY), dict(params=kinds[False], weight_decay=0.0)]
+    optimiser, losses = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8), []
+    for step, batch in enumerate(batches):
+        tokens, targets = (torch.tensor(x, dtype=torch.long) for x in (batch.tokens, batch.targets))
+        scores = model(tokens, attention_mask=their_masks(config, batch.segments)).logits
+        each = torch.nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten(), reduction="none")
+        counts = torch.tensor(batch.weights).flatten()
+        loss = (each * counts).sum() / counts.sum()
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate(step)
+        optimiser.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen 3", "gemma 2", "gemma 3", "phi 3, long", "olmo 2"])
+def test_twenty_steps_are_those_of_transformers(name, tokens, tmp_path):
+    hub = tmp_path / "hub"
+    randomised(copy.deepcopy(original(name)), 0.1).save_pretrained(hub)
+    options = dict(steps=STEPS, learning_rate=PEAK, schedule="cosine", warmup=WARMUP, weight_decay=DECAY, clip=CLIP)
+    asked = training(tokens, tmp_path / "run", start_from=hub, **options)
+    train(asked)
+    ours = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    corpus = data.load(tokens, None, END, VOCABULARY)
+    batches = [data.read(corpus, step * BATCH, range(BATCH), LENGTH, asked.seed) for step in range(STEPS)]
+    model = load(hub)
+    theirs = steps_of_transformers(model, huggingface.read_config(hub), batches)
+    assert any(line["gradient_norm"] > CLIP for line in ours), "so that clipping is compared"
+    assert theirs[-1] < theirs[0] - 0.1, "so that steps do something"
+    np.testing.assert_allclose([line["loss"] for line in ours], theirs, atol=1e-4, rtol=0)
+    weights = weights_of(export(tmp_path / "run", tmp_path / "out"))
+    moved = weights_of(hub)
+    for key, weight in model.state_dict().items():
+        if key in weights:  # the one matrix of a tied model goes by two names
+            np.testing.assert_allclose(weights[key], weight.numpy(), atol=1e-4, rtol=0, err_msg=key)
+            assert np.abs(weights[key] - moved[key]).max() > 1e-3, key
+
+
+@pytest.mark.parametrize("name", ["gemma 2", "gemma 3", "phi 3", "phi 4 mini, short", "olmo 2"])
+def test_evaluation_gives_the_loss_of_transformers(name, tmp_path):
+    torch, _ = libraries()
+    hub = save(name, tmp_path / "hub")
+    tokens = np.random.default_rng(2).integers(0, VOCABULARY, 4 * LENGTH + 1).astype(np.uint16)
+    np.save(tmp_path / "held_out.npy", tokens)
+    options = f"--sequence-length {LENGTH} --batch 2 --mesh data=2,sequence=4 --dtype float32 --only perplexity"
+    command(
+        "evaluate",
+        "--model",
+        hub,
+        "--data",
+        tmp_path / "held_out.npy",
+        "--output",
+        tmp_path / "out.json",
+        *options.split(),
+    )
+    rows = torch.tensor(tokens[:-1].reshape(4, LENGTH).astype(np.int64))
+    targets = torch.tensor(tokens[1:].reshape(4, LENGTH).astype(np.int64))
+    scores = torch.tensor(their_scores(original(name), rows.numpy()))
+    wanted = torch.nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten()).item()
+    assert json.loads((tmp_path / "out.json").read_text())["perplexity"]["loss"] == pytest.approx(wanted, abs=1e-4)
