@@ -109,8 +109,8 @@ MODELS = {
         "Gemma3Text",
         dict(
             **GEMMA,
-            num_hidden_layers=5,
-            layer_types=["sliding_attention", "sliding_attention", "full_attention", *["sliding_attention"] * 2],
+            num_hidden_layers=4,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
             rope_parameters=dict(sliding_attention=LOCAL, full_attention=LINEAR),
         ),
         dict(

@@ -25,6 +25,7 @@ from striped_attention.models.llama import ModelConfig
 from striped_attention.models.stages import AXES
 from striped_attention.runtime.mesh import make_mesh
 from striped_attention.training.trainer import train
+from tests import test_start
 from tests.families import (
     END,
     LENGTH,
@@ -42,9 +43,10 @@ from tests.families import (
     their_scores,
 )
 from tests.test_engine import greedy
-from tests.test_start import BATCH, command, export, tokens, weights_of  # noqa: F401  a fixture
+from tests.test_start import BATCH, command, export, weights_of
 from tests.test_start import config as training
 
+tokens = test_start.tokens  # the fixture
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
 
 
@@ -236,21 +238,13 @@ def test_twenty_steps_are_those_of_transformers(name, tokens, tmp_path):
 def test_evaluation_gives_the_loss_of_transformers(name, tmp_path):
     torch, _ = libraries()
     hub = save(name, tmp_path / "hub")
-    tokens = np.random.default_rng(2).integers(0, VOCABULARY, 4 * LENGTH + 1).astype(np.uint16)
-    np.save(tmp_path / "held_out.npy", tokens)
+    held_out = np.random.default_rng(2).integers(0, VOCABULARY, 4 * LENGTH + 1).astype(np.uint16)
+    np.save(tmp_path / "held_out.npy", held_out)
     options = f"--sequence-length {LENGTH} --batch 2 --mesh data=2,sequence=4 --dtype float32 --only perplexity"
-    command(
-        "evaluate",
-        "--model",
-        hub,
-        "--data",
-        tmp_path / "held_out.npy",
-        "--output",
-        tmp_path / "out.json",
-        *options.split(),
-    )
-    rows = torch.tensor(tokens[:-1].reshape(4, LENGTH).astype(np.int64))
-    targets = torch.tensor(tokens[1:].reshape(4, LENGTH).astype(np.int64))
+    options += f" --data {tmp_path / 'held_out.npy'} --output {tmp_path / 'out.json'}"
+    command("evaluate", "--model", hub, *options.split())
+    rows = torch.tensor(held_out[:-1].reshape(4, LENGTH).astype(np.int64))
+    targets = torch.tensor(held_out[1:].reshape(4, LENGTH).astype(np.int64))
     scores = torch.tensor(their_scores(original(name), rows.numpy()))
     wanted = torch.nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten()).item()
     assert json.loads((tmp_path / "out.json").read_text())["perplexity"]["loss"] == pytest.approx(wanted, abs=1e-4)

@@ -30,6 +30,7 @@ from tests.families import (
     largest_difference,
     libraries,
     load,
+    longrope,
     original,
     our_scores,
     save,
@@ -170,12 +171,23 @@ LLAMA = dict(architectures=["LlamaForCausalLM"], model_type="llama", **SHAPE, rm
 QWEN2 = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
 QWEN3 = {**LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 MISTRAL = {**LLAMA, "architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+GEMMA2 = {**LLAMA, "architectures": ["Gemma2ForCausalLM"], "model_type": "gemma2"}
+GEMMA3 = {**LLAMA, "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}
+PHI3 = {**LLAMA, "architectures": ["Phi3ForCausalLM"], "model_type": "phi3"}
+OLMO2 = {**LLAMA, "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
+CAPS = dict(attn_logit_softcapping=None, final_logit_softcapping=None)
+SIX, SU = dict(num_hidden_layers=7), dict(longrope(64, 8)[0]["rope_parameters"], rope_type="su")
+BOTH = dict(sliding_attention=dict(rope_theta=5), full_attention=dict(rope_theta=6, rope_type="linear", factor=2))
 MSCALE = dict(mscale=0.7, mscale_all_dim=1.0)
 SLIDING = dict(use_sliding_window=True, sliding_window=8)
 
 
 def yarn(length, amplitude=None):
     return Stretch("yarn", 4.0, length, slow=1.0, fast=8.0, amplitude=amplitude)
+
+
+def alternating(full_every, layers):
+    return ["sliding_attention" if (i + 1) % full_every else "full_attention" for i in range(layers)]
 
 
 def config_of(folder, base, **changes):
@@ -210,6 +222,24 @@ def config_of(folder, base, **changes):
         (QWEN3, dict(**SLIDING, layer_types=["sliding_attention"] * 2), dict(window=8, head_norms=True)),
         (QWEN3, dict(layer_types=["full_attention"] * 2), dict(window=None, head_width=128)),
         (QWEN3, dict(tie_word_embeddings=True, head_dim=16), dict(tied=True, head_width=None)),
+        (QWEN3, dict(**SLIDING, **SIX, layer_types=alternating(3, 7)), dict(window=8, full_every=3)),
+        (GEMMA2, dict(), dict(window=4096, full_every=2, softcap=50.0, score_softcap=30.0, tied=True, head_width=256)),
+        (GEMMA2, dict(**CAPS, tie_word_embeddings=False), dict(softcap=None, score_softcap=None, tied=False)),
+        (GEMMA2, dict(head_dim=16, query_pre_attn_scalar=16), dict(head_width=None, attention_width=None)),
+        (GEMMA2, dict(query_pre_attn_scalar=144, layer_types=["full_attention"] * 2), dict(
+            attention_width=144, window=None)),
+        (GEMMA2, dict(layer_types=["sliding_attention"] * 2), dict(window=4096, full_every=None)),
+        (GEMMA3, dict(), dict(window=4096, full_every=None, rope_theta=1e6, local_theta=1e4, softcap=None)),
+        (GEMMA3, dict(**SIX), dict(full_every=6, kv_heads=2)),
+        (GEMMA3, dict(**SIX, sliding_window_pattern=4, rope_local_base_freq=5, rope_theta=6), dict(
+            full_every=4, local_theta=5.0, rope_theta=6.0)),
+        (GEMMA3, dict(rope_parameters=BOTH), dict(local_theta=5.0, rope_theta=6.0, stretch=Stretch("linear", 2.0))),
+        (GEMMA3, dict(rope_scaling=dict(rope_type="linear", factor=8.0)), dict(
+            local_theta=1e4, rope_theta=1e6, stretch=Stretch("linear", 8.0))),
+        (PHI3, dict(rms_norm_eps=...), dict(fused=True, norm_epsilon=1e-5, window=None, rotary_width=None)),
+        (PHI3, dict(sliding_window=2047, partial_rotary_factor=0.75), dict(window=2047, rotary_width=12)),
+        (PHI3, dict(rope_scaling=SU, original_max_position_embeddings=64), dict(stretch=longrope(64, 8)[1])),
+        (OLMO2, dict(rms_norm_eps=...), dict(norms="after", wide_norms=True, norm_epsilon=1e-5, head_norms=False)),
     ],
 )  # fmt: skip
 def test_configurations_old_and_new(base, changes, expected, tmp_path):
@@ -231,6 +261,12 @@ def published(layers, dim, ffn, heads, kv_heads, vocabulary, **more):
         (MISTRAL, published(40, 5120, 14336, 32, 8, 131072, head_dim=128, sliding_window=None), 12_247_782_400),  # Nemo
         (QWEN2, published(24, 896, 4864, 14, 2, 151936, tie_word_embeddings=True), 494_032_768),  # Qwen 2.5 0.5B
         (QWEN3, published(28, 1024, 3072, 16, 8, 151936, head_dim=128, tie_word_embeddings=True), 596_049_920),
+        (GEMMA2, published(26, 2304, 9216, 8, 4, 256000), 2_614_341_888),  # 2B
+        (GEMMA3, published(26, 1152, 6912, 4, 1, 262144), 999_885_952),  # 1B
+        (PHI3, published(32, 3072, 8192, 32, 32, 32064), 3_821_079_552),  # Phi-3 mini
+        (PHI3, published(40, 5120, 17920, 40, 10, 100352), 14_659_507_200),  # Phi-4
+        (PHI3, published(32, 3072, 8192, 24, 8, 200064, tie_word_embeddings=True), 3_836_021_760),  # Phi-4-mini
+        (OLMO2, published(32, 4096, 11008, 32, 32, 100352), 7_298_617_344),  # 7B
     ],
 )
 def test_published_models_have_their_sizes(base, shape, parameters, tmp_path):
@@ -301,6 +337,23 @@ BAD_CONFIGS = {
     r"rotary positions of the type 'dynamic'. Known are default, linear, llama3, yarn": (
         LLAMA, dict(rope_scaling=dict(type="dynamic", factor=2.0))),
     r"rotary positions of the type 'longrope'": (LLAMA, dict(rope_parameters=dict(rope_type="longrope"))),
+    r"rotary positions of the type 'linear'. Known are default, longrope": (
+        PHI3, dict(rope_scaling=dict(type="linear", factor=2.0))),
+    r"must give a factor for each of 8 pairs as long_factor; got 7 of them": (
+        PHI3, dict(rope_scaling=SU | dict(long_factor=[1.0] * 7))),
+    r"must give a factor for each of 8 pairs as short_factor; got None": (
+        PHI3, dict(rope_scaling=dict(type="longrope"))),
+    r"must give a number above 0 as short_factor; got 0": (PHI3, dict(rope_scaling=SU | dict(short_factor=[0] * 8))),
+    r"in the rotary positions of layers with a window, must have frequencies as they are .*got 'linear'": (
+        GEMMA3, dict(rope_parameters=dict(sliding_attention=dict(rope_type="linear", factor=2.0)))),
+    r"must have gelu_pytorch_tanh as hidden_activation; got 'gelu'": (GEMMA2, dict(hidden_activation="gelu")),
+    r"lets tokens see later ones \(use_bidirectional_attention\)": (GEMMA3, dict(use_bidirectional_attention=True)),
+    r"asks for attn_logit_softcapping, which transformers passes over in Gemma 3": (
+        GEMMA3, dict(attn_logit_softcapping=50.0)),
+    r"is that of a Gemma 3 for text and images; here only its language part is known": (
+        GEMMA3, dict(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3")),
+    r"a window of 4096 and layers of .*. Known is one window for all layers, for all but every n-th, or for none": (
+        GEMMA2, dict(layer_types=["full_attention", "sliding_attention"])),
     r"rotary positions of all layers at once; got": (
         LLAMA, dict(rope_parameters=dict(full_attention=dict(rope_type="default")))),
     r"must round the ends of yarn's ramp \(truncate true\); got False": (
@@ -488,6 +541,8 @@ def test_a_model_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
         attempt(dtype="float8")
     with one_line("A model with biases, head_norms cannot be written: no family of Hugging Face has all of that"):
         attempt(dataclasses.replace(TINY, biases=True, head_norms=True))
+    with one_line("A model with rotary_width cannot be written"):
+        attempt(dataclasses.replace(TINY, rotary_width=2))
     with one_line(r"whose stretch linear has an amplitude \(2.0\) cannot be written"):
         attempt(dataclasses.replace(TINY, stretch=Stretch("linear", 2.0, amplitude=2.0)))
     with one_line("The tokenizer .*none.json is not a file"):

@@ -24,12 +24,13 @@ class Batch(NamedTuple):
     weights: np.ndarray
     segments: np.ndarray
 
-    def visible_pairs(self) -> int:
-        """Pairs of a query and a key that the documents let meet."""
+    def visible_pairs(self, window: int | None = None) -> int:
+        """Pairs of a query and a key that the documents let meet, and a sliding window."""
         position = np.arange(self.segments.shape[1])
         new = np.diff(self.segments, axis=1, prepend=self.segments[:, :1] - 1) != 0
         start = np.maximum.accumulate(np.where(new, position, 0), axis=1)
-        return int(np.sum(position - start + 1, dtype=np.int64))
+        seen = position - start + 1
+        return int(np.sum(seen if window is None else np.minimum(seen, window), dtype=np.int64))
 
 
 def read(corpus: Data, place: int, rows: range, length: int, seed: int) -> Batch:

@@ -203,8 +203,9 @@ def _room(model: ModelConfig, options: Options, devices: int) -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         width = jnp.dtype(options.dtype).itemsize
-        kept = options.capacity if model.window is None else min(options.capacity, model.window)
-        cache = 2 * model.layers * options.batch * kept * model.kv_heads * model.head_dim * width // devices
+        room = options.capacity
+        kept = sum(min(room, layer.window or room) * count for layer, count in model.kinds.items())
+        cache = 2 * options.batch * kept * model.kv_heads * model.head_dim * width // devices
         raise UsageError(
             f"The devices' memory is too small: on each of {devices} weights take about "
             f"{gigabytes(model.parameters * width // devices)} and the cache {gigabytes(cache)}. Use more devices, a "

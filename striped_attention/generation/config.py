@@ -42,7 +42,7 @@ class GenerateConfig:
 
     model: Folder
     """Folder of a run of `striped train`, of what `striped import` wrote, or of a Hugging Face model (Llama, Mistral,
-    Qwen: config.json, safetensors, tokenizer.json)."""
+    Qwen, Gemma 2 and 3, Phi-3 and 4, OLMo 2: config.json, safetensors, tokenizer.json)."""
     prompt: Text = None
     """The prompt. Default: standard input."""
     prompts: Path = None
@@ -149,17 +149,22 @@ class GenerateConfig:
         self, model: ModelConfig, devices: int, batch: int, capacity: int, platform: str, kind: str
     ) -> tuple[Layout, Strategy]:
         """The layout of prompts and cache, and the strategy of prefill; raises if the kernel cannot follow them."""
-        ask = functools.partial(self._requests, model, devices, batch, capacity, platform, kind)
+        layers = [*model.kinds]  # those without a window first: they are what takes the time
+        of_layer = lambda layer: functools.partial(  # noqa: E731
+            self._requests, layer, devices, batch, capacity, platform, kind
+        )
+        ask = of_layer(layers[0])
         among, _ = ask(self._layout(ask, RING))
         try:
             strategy = choose_strategy(parse_asked(self.strategy), among, self.kernel, forward_only=True)
         except ValueError as error:
             raise UsageError(f"--strategy {self.strategy}: {error}") from error
         layout = self._layout(ask, strategy)
-        among, before = ask(layout)
         try:
-            for request in (exchanged(strategy, among), before):
-                choose(self.kernel, request)
+            for layer in layers:
+                among, before = of_layer(layer)(layout)
+                for request in (exchanged(strategy, among), before):
+                    choose(self.kernel, request)
         except NotImplementedError as error:
             raise UsageError(str(error).replace(f"Kernel {self.kernel!r}", f"--kernel {self.kernel}", 1)) from error
         return layout, strategy
@@ -186,6 +191,7 @@ class GenerateConfig:
             layout=layout,
             devices=devices,
             window=model.window,
+            softcap=model.softcap,
             platform=platform,
             device_kind=kind,
         )
@@ -193,7 +199,7 @@ class GenerateConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ImportConfig:
-    """Turn a Hugging Face model (Llama, Mistral, Qwen; safetensors) into a checkpoint of ours."""
+    """Turn a Hugging Face model (Llama, Mistral, Qwen, Gemma, Phi, OLMo; safetensors) into a checkpoint of ours."""
 
     model: Folder
     """The model's folder: config.json, safetensors, and tokenizer.json if it has one."""

@@ -128,8 +128,7 @@ def _scaling(stretch: Stretch | None) -> dict[str, Any] | None:
     if stretch is None:
         return None
     if stretch.kind == "longrope":  # transformers 4 wants exactly three names here
-        assert stretch.short is not None and stretch.long is not None
-        said: dict[str, Any] = {"type": stretch.kind, "short_factor": [*stretch.short], "long_factor": [*stretch.long]}
+        said: dict[str, Any] = {"type": stretch.kind, "short_factor": stretch.short, "long_factor": stretch.long}
         return said if stretch.amplitude is None else said | {"attention_factor": stretch.amplitude}
     said = {"rope_type": stretch.kind, "factor": stretch.factor}
     if stretch.kind == "linear":

@@ -384,16 +384,16 @@ def last_layer(
     def period(x: Array, weights: Weights) -> tuple[Array, None]:
         if config.period == 1:
             return layers[0](x, weights), None
-        for i, one in enumerate(layers):
-            x = one(x, {name: w[i] for name, w in weights.items()})
+        for one, its in zip(layers, _unstacked(weights, config.period), strict=True):
+            x = one(x, its)
         return x, None
 
     embed = functools.partial(stage, chunk=tokens.shape[1], dtype=compute.dtype)  # in one go: its gradient is a table
     x = embed(functools.partial(lookup, config), weights["embedding"], specs["embedding"], (), tokens)
     whole, rest = _periods(weights["layers"], config.layers, config.period)
     x, _ = lax.scan(period, x, whole)
-    for i in range(config.layers % config.period):
-        x = layers[i](x, {name: w[i] for name, w in rest.items()})
+    for one, its in zip(layers, _unstacked(rest, config.layers % config.period), strict=False):
+        x = one(x, its)
     return x
 
 
@@ -401,9 +401,20 @@ def _periods(weights: Weights, layers: int, period: int) -> tuple[Weights, Weigh
     """Stacked weights as [periods, period, ...], and those of the layers that are left at the end."""
     if period == 1:
         return weights, {}
-    most = layers - layers % period
-    whole = {name: w[:most].reshape(most // period, period, *w.shape[1:]) for name, w in weights.items()}
-    return whole, {name: w[most:] for name, w in weights.items()}
+    left = layers % period
+    whole, rest = _split(weights, (layers - left, left)) if left else (weights, {})
+    return {name: w.reshape(layers // period, period, *w.shape[1:]) for name, w in whole.items()}, rest
+
+
+def _unstacked(weights: Weights, layers: int) -> list[Weights]:
+    """The weights of so many layers, each layer's by themselves."""
+    return [{name: w[0] for name, w in one.items()} for one in _split(weights, (1,) * layers)]
+
+
+def _split(weights: Weights, sizes: tuple[int, ...]) -> list[Weights]:
+    # Not by slices, whose gradients are arrays of the whole size each, full of zeros.
+    parts = {name: lax.split(w, sizes) for name, w in weights.items()}
+    return [{name: part[i] for name, part in parts.items()} for i in range(len(sizes))]
 
 
 def split_layer(weights: Weights) -> tuple[Weights, Weights]:

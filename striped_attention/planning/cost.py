@@ -44,12 +44,15 @@ class Job(Protocol):
 
     def make_layout(self, devices: int) -> Layout: ...
     def make_strategy(self, devices: int) -> Strategy: ...
-    def known_mask(self) -> Mask: ...
+    def known_masks(self) -> list[tuple[Mask, int]]: ...
 
 
-def causal_pairs(length: int) -> int:
-    """Visible pairs of a query and a key in a text without documents: the most there can be."""
-    return length * (length + 1) // 2
+def visible_pairs(mask: Mask, length: int) -> int:
+    """Pairs of a query and a key that a window and a prefix let meet; with documents there are fewer."""
+    hidden = length - min(length, length if mask.window is None else mask.window)
+    prefix = length if mask.prefix is None else min(mask.prefix, length)
+    triangle = lambda n: n * (n + 1) // 2  # noqa: E731
+    return triangle(length) - triangle(prefix) + prefix**2 - triangle(hidden)
 
 
 def matrix_flops(model: ModelConfig, tokens: int) -> int:
@@ -59,8 +62,13 @@ def matrix_flops(model: ModelConfig, tokens: int) -> int:
 
 
 def attention_flops(model: ModelConfig, pairs: int) -> int:
-    """Useful FLOPs of a step's attention, for the visible pairs of all its sequences."""
-    return 12 * model.layers * model.heads * model.head_dim * pairs
+    """Useful FLOPs of a step's attention, for the visible pairs of all its sequences in every layer."""
+    return model.layers * layer_flops(model, pairs)
+
+
+def layer_flops(model: ModelConfig, pairs: int) -> int:
+    """The same of one layer; where layers differ in their windows, each has pairs of its own."""
+    return 12 * model.heads * model.head_dim * pairs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,36 +108,40 @@ def estimate(config: Job, mesh: dict[str, int]) -> Cost:
     sequences = config.batch // mesh["data"] // config.accumulate  # at a time
     tokens = sequences * padded // sequence
     width = 2 if config.dtype == "bfloat16" else FLOAT32
-    pairs = config.batch * causal_pairs(config.sequence_length)
-    attention = attention_flops(model, pairs)
+    masks, length = config.known_masks(), config.sequence_length
+    attention = sum(n * layer_flops(model, config.batch * visible_pairs(mask, length)) for mask, n in masks)
     matrices = matrix_flops(model, config.batch * config.sequence_length)
     query, key = (
         jax.ShapeDtypeStruct((sequences, padded // sequence, heads, model.head_dim), config.dtype)
         for heads in (model.heads, model.kv_heads)
     )
-    plain = make_request(
-        query,
-        key,
-        mask=config.known_mask(),
-        layout=layout,
-        devices=sequence,
-        length=config.sequence_length,
-        platform="cpu",  # on which nothing here depends
-        here=False,
-    )
-    messages = messages_of(plain, adapted(config.make_strategy(sequence), plain))
+    messages = []
+    for mask, layers in masks:
+        plain = make_request(
+            query,
+            key,
+            mask=mask,
+            layout=layout,
+            devices=sequence,
+            length=config.sequence_length,
+            softcap=model.softcap,
+            platform="cpu",  # on which nothing here depends
+            here=False,
+        )
+        messages.append((messages_of(plain, adapted(config.make_strategy(sequence), plain)), layers))
+    most = max((one for one, _ in messages), key=lambda one: one.memory)
     return Cost(
         parameters=model.parameters,
         devices=devices,
         layout=repr(layout),
         padded_length=padded,
-        memory=_memory(config, model, tokens, width, sizes, sum(shards.values()), messages),
+        memory=_memory(config, model, tokens, width, sizes, sum(shards.values()), most),
         matrix_flops=matrices // devices,
         attention_flops=attention // devices,
         attention_share=_attention_share(config, attention, matrices),
         wire=_wire(config, sizes, specs, devices, width, messages),
-        hop_bytes=messages.hop,
-        hops=messages.hops,
+        hop_bytes=messages[0][0].hop,
+        hops=messages[0][0].hops,
         replicated=tuple(name for name in sizes if not name.endswith("norm") and not _is_split(specs, name)),
     )
 
@@ -164,7 +176,8 @@ def _memory(
     lost = 1 if width < FLOAT32 and full_out else 0
     kept_result = queries * width * (1 + lost) + tokens * model.heads * FLOAT32
     inputs = (queries + 2 * keys) * width
-    products = (tokens * (model.dim + 2 * model.ffn) + (queries + keys) * model.head_norms) * width
+    normed = (queries + keys) * (model.head_norms or model.wide_norms) + tokens * model.dim * (model.norms != "before")
+    products = (tokens * (model.dim + 2 * model.ffn) + normed) * width
     kept = {"full": 0, "attention": kept_result, "qkv": kept_result + inputs}
     kept["none"] = kept["qkv"] + products
     stages = [
@@ -176,7 +189,10 @@ def _memory(
     chunk = min(config.chunk or tokens, tokens)
     scores = min(loss_chunk(chunk, model.vocabulary), tokens) * model.vocabulary
     chunk = tokens if config.remat == "none" else chunk
+    # Layers that are left over from whole periods of windows: stacked weights and gradients are cut, so copied.
+    cut = {"weights and gradients of periods": 2 * shard * FLOAT32} if model.layers % model.period else {}
     return {
+        **cut,
         "weights": shard * FLOAT32,
         "optimiser": 2 * shard * FLOAT32,
         "gradients": shard * FLOAT32 * (2 if config.accumulate > 1 else 1),
@@ -188,19 +204,20 @@ def _memory(
 
 
 def _wire(
-    config: Job, sizes: dict[str, int], specs: Any, devices: int, width: int, messages: Messages
+    config: Job, sizes: dict[str, int], specs: Any, devices: int, width: int, messages: list[tuple[Messages, int]]
 ) -> dict[str, int]:
-    """Bytes that a device sends in a step."""
-    layers, parts = config.model.layers, config.accumulate
+    """Bytes that a device sends in a step, of layers with these messages, so many of each."""
+    parts = config.accumulate
+    trade, forward = (sum(n * size(one) for one, n in messages) for size in (lambda m: m.trade, lambda m: m.forward))
     gathered = parts * sum(size for name, size in sizes.items() if _is_split(specs, name)) * (devices - 1) // devices
     # Forward, backward for the gradients, and once more where the forward pass is made again.
     times = 3 if config.remat in ("attention", "full") else 2
-    traded = {"tokens for heads": times * parts * layers * messages.trade} if messages.trade else {}
+    traded = {"tokens for heads": times * parts * trade} if trade else {}
     return {
         **traded,
-        "keys and values, forward": parts * layers * messages.forward,
-        "keys and values, backward": parts * layers * messages.forward,
-        "their gradients": parts * layers * messages.forward // width * FLOAT32,
+        "keys and values, forward": parts * forward,
+        "keys and values, backward": parts * forward,
+        "their gradients": parts * forward // width * FLOAT32,
         "weights, gathered twice": 2 * gathered * width,
         "weights' gradients": gathered * FLOAT32,
     }

@@ -20,7 +20,14 @@ from striped_attention.core.mask import Mask, causal
 from striped_attention.kernels import choice as kernels
 from striped_attention.models.llama import PRESETS, REMAT, ModelConfig
 from striped_attention.planning import budget
-from striped_attention.planning.cost import attention_flops, estimate, gigabytes, matrix_flops, matrix_work
+from striped_attention.planning.cost import (
+    attention_flops,
+    estimate,
+    gigabytes,
+    matrix_flops,
+    matrix_work,
+    visible_pairs,
+)
 from striped_attention.planning.setting import Setting
 from striped_attention.runtime.hardware import HARDWARE, Hardware
 from striped_attention.strategies.choice import Assessment, TileCount
@@ -247,10 +254,7 @@ def _pairs(setting: Setting) -> int:
     """Visible pairs of a query and a key, of all sequences."""
     mask, length = setting.mask, setting.sequence_length
     if mask.length is None:
-        hidden = length - min(length, length if mask.window is None else mask.window)
-        prefix = length if mask.prefix is None else min(mask.prefix, length)
-        triangle = lambda n: n * (n + 1) // 2  # noqa: E731
-        return setting.batch * (triangle(length) - triangle(prefix) + prefix**2 - triangle(hidden))
+        return setting.batch * visible_pairs(mask, length)
     total = 0
     for first in range(0, length, 2**16):  # piece by piece, which keeps to a processor's caches
         piece = np.arange(first, min(first + 2**16, length), dtype=np.int32)

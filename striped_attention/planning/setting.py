@@ -47,9 +47,9 @@ class Setting:
     def dtype(self) -> str:
         return self.precision or ("float32" if self.hardware.platform == "cpu" else "bfloat16")
 
-    def known_mask(self) -> Mask:
-        """The part of the mask that is known while tracing."""
-        return Mask(window=self.mask.window, prefix=self.mask.prefix)
+    def known_masks(self) -> list[tuple[Mask, int]]:
+        """The part of the mask that is known while tracing, which all layers have."""
+        return [(Mask(window=self.mask.window, prefix=self.mask.prefix), self.model.layers)]
 
     def make_layout(self, devices: int) -> Layout:
         return self.layout
@@ -72,6 +72,7 @@ class Setting:
             layout=self.layout,
             devices=self.devices,
             length=self.sequence_length,
+            softcap=self.model.softcap,
             deterministic=self.deterministic,
             platform=hardware.platform,
             device_kind=next(iter(hardware.kinds), ""),

@@ -45,12 +45,12 @@ class TrainConfig:
     """Shape of a model from scratch. 1b, 3b and 7b are LLaMA's as in the Striped Attention paper; llama3-8b has grouped
     heads. Default: debug, a small one."""
     start_from: Path = None
-    """Folder of a model to start from: a Hugging Face model (Llama, Mistral, Qwen), the output of `striped import`, or
-    a run of `striped train`. Its weights, shape, vocabulary and tokenizer are taken; the optimiser is fresh. Default:
-    random weights."""
+    """Folder of a model to start from: a Hugging Face model (Llama, Mistral, Qwen, Gemma 2 and 3, Phi-3 and 4, OLMo 2),
+    the output of `striped import`, or a run of `striped train`. Its weights, shape, vocabulary and tokenizer are taken;
+    the optimiser is fresh. Default: random weights."""
     rope_theta: Number = None
-    """Base of the rotary positions; a larger one suits longer sequences. Default: the model's own, 10000 for most
-    presets."""
+    """Base of the rotary positions; a larger one suits longer sequences. Of Gemma 3 it is that of the layers without a
+    window. Default: the model's own, 10000 for most presets."""
     rope_scaling: Text = None
     """Scale rotary positions for longer sequences than the model learned on: linear:4, yarn:8, llama3:8, or none. It
     replaces any scaling that the model has. The length before scaling is the model's own; yarn:8,original=8192 says
@@ -276,20 +276,30 @@ class TrainConfig:
         except ValueError as error:
             raise UsageError(f"--strategy {self.strategy}: {error}") from error
 
-    def known_mask(self) -> Mask:
-        """The part of the mask that is known while tracing: all but documents."""
-        return sa.causal() if self.model.window is None else sa.sliding_window(self.model.window)
+    def known_masks(self) -> list[tuple[Mask, int]]:
+        """The part of the mask that is known while tracing, all but documents, and how many layers have it."""
+        return [(layer.mask, count) for layer, count in self.model.kinds.items()]
 
     def request(
-        self, layout: Layout, devices: int, documents: bool, platform: str, kind: str = "", here: bool = True
+        self,
+        layout: Layout,
+        devices: int,
+        documents: bool,
+        platform: str,
+        kind: str = "",
+        here: bool = True,
+        mask: Mask | None = None,
     ) -> Request:
-        """What is asked of an attention kernel, on each of so many devices of the sequence axis."""
+        """What is asked of an attention kernel, on each of so many devices of the sequence axis.
+
+        It is asked in layers with this one of `known_masks`, by default those that see the most.
+        """
         slots = layout.padded_length(self.sequence_length, devices) // devices
         query, key = (
             jax.ShapeDtypeStruct((1, slots, heads, self.model.head_dim), self.dtype)
             for heads in (self.model.heads, self.model.kv_heads)
         )
-        mask = self.known_mask()
+        mask = self.model.mask if mask is None else mask
         if documents:
             mask = mask & sa.documents(np.zeros((1, self.sequence_length), np.int32))
         plain = make_request(
@@ -299,6 +309,7 @@ class TrainConfig:
             layout=layout,
             devices=devices,
             length=self.sequence_length,
+            softcap=self.model.softcap,
             tile=None if self.tile is None else (self.tile, self.tile),
             deterministic=self.deterministic,
             platform=platform,

@@ -11,7 +11,7 @@ import jax
 
 from striped_attention import data
 from striped_attention.errors import Diverged
-from striped_attention.planning.cost import attention_flops, matrix_flops
+from striped_attention.planning.cost import layer_flops, matrix_flops
 from striped_attention.runtime.hardware import memory_in_use, peak_flops
 from striped_attention.training.checkpoint import Checkpoints, Place
 from striped_attention.training.pace import Pace
@@ -75,10 +75,11 @@ class Run:
         return state
 
     def _inputs(self, place: int) -> tuple[Inputs, int]:
-        """The batch from a place on, on the mesh, and how many pairs of a query and a key are visible in it."""
+        """The batch from a place on, on the mesh, and how many pairs of a query and a key meet in it, in all layers."""
         config, rows = self.config, self.program.rows
         batch = data.read(self.corpus, place, rows, config.sequence_length, config.seed)
-        return self.program.place(batch), batch.visible_pairs() * config.batch // len(rows)
+        pairs = sum(batch.visible_pairs(layer.window) * count for layer, count in config.model.kinds.items())
+        return self.program.place(batch), pairs * config.batch // len(rows)
 
     def _validate(self, step: int, state: State) -> None:
         """Take the loss on held-out data after a step, if it is time."""
@@ -122,7 +123,7 @@ class Run:
     def _measured(self, step: int, metrics: dict[str, float], seconds: float, pairs: int) -> dict[str, Any]:
         config = self.config
         tokens = config.batch * config.sequence_length
-        flops = matrix_flops(config.model, tokens) + attention_flops(config.model, pairs)
+        flops = matrix_flops(config.model, tokens) + layer_flops(config.model, pairs)
         memory = memory_in_use(self.program.mesh.local_devices)
         if memory is not None:
             metrics, self.watch.display.memory_limit = {**metrics, "memory_bytes": memory[0]}, memory[1]

@@ -95,6 +95,11 @@ def scaled(model: ModelConfig, text: str, original: int | None) -> ModelConfig:
     asked = parse_scaling(text)
     if asked is None:
         return dataclasses.replace(model, stretch=None)
+    if model.fused:
+        raise UsageError(
+            f"--rope-scaling {text}: the files of Phi models can say no scaling but their own (longrope), so what is "
+            f"trained could not be exported. Leave it out."
+        )
     asked["original_length"] = asked["original_length"] or original
     if asked["original_length"] is None and asked["kind"] != "linear":
         raise UsageError(
@@ -111,10 +116,15 @@ def reach(stretch: Stretch | None) -> int | None:
     return round(stretch.factor * stretch.original_length)
 
 
-def describe(model: ModelConfig) -> str:
-    """A model's rotary positions, in words."""
+def describe(model: ModelConfig, length: int) -> str:
+    """A model's rotary positions, in words, and what they are for sequences of `length` tokens."""
     text, stretch = f"rope theta {model.rope_theta:,.10g}", model.stretch
+    if model.local_theta is not None:
+        text += f" ({model.local_theta:,.10g} in layers with a window)"
     if stretch is None:
         return f"{text}, no rope scaling"
     original = "" if stretch.original_length is None else f" of {stretch.original_length:,} positions"
-    return f"{text}, rope scaling {stretch.kind} × {stretch.factor:g}{original}"
+    text = f"{text}, rope scaling {stretch.kind} × {stretch.factor:g}{original}"
+    if stretch.kind != "longrope":
+        return text
+    return f"{text}, {'short' if stretch.at_length(length).short == stretch.short else 'long'} factors"

@@ -3,8 +3,7 @@
 import dataclasses
 import logging
 
-import striped_attention as sa
-from striped_attention.core.mask import packed
+from striped_attention.core.mask import causal, packed
 from striped_attention.errors import UsageError
 from striped_attention.planning import budget
 from striped_attention.planning.cost import estimate
@@ -40,22 +39,24 @@ def settle(
     if config.strategy != AUTO:
         return budget.within(config, sizes, available)
     devices, model = sizes["sequence"], config.model
-    mask = sa.causal() if model.window is None else sa.sliding_window(model.window)
-    if documents:
-        mask = mask & packed(config.sequence_length)
+    drawn = packed(config.sequence_length) if documents else causal()
+    masks = [(mask & drawn, layers) for mask, layers in config.known_masks()]
     sequences = config.batch // sizes["data"] // config.accumulate
     plain = Setting(
-        *(devices, config.sequence_length, mask, hardware, model, sequences),
+        *(devices, config.sequence_length, masks[0][0], hardware, model, sequences),
         deterministic=config.deterministic,
         precision=config.dtype,
         kernel=config.kernel,
     )
 
-    def tried(strategy: object) -> tuple[TrainConfig, Choice]:
+    def tried(strategy: object) -> tuple[TrainConfig, Choice, float]:
+        """A run, what it would be if all layers had the first mask, and the seconds of a step with every layer's."""
         run = budget.within(dataclasses.replace(config, strategy=str(strategy)), sizes, available)
         layout = run.make_layout(devices, documents, platform)
         planned = dataclasses.replace(plain, layout=layout, strategy=run.make_strategy(devices))
-        return run, assess(dataclasses.replace(planned, remat=run.remat, chunk=run.chunk))
+        planned = dataclasses.replace(planned, remat=run.remat, chunk=run.chunk)
+        each = [(assess(dataclasses.replace(planned, mask=mask)), layers) for mask, layers in masks]
+        return run, each[0][0], sum(one.step_seconds * layers for one, layers in each) / model.layers
 
     able, reasons = [], []
     for strategy in candidates(devices, model.heads, hardware.group):
@@ -66,10 +67,9 @@ def settle(
     if not able:
         raise UsageError(f"--strategy auto: no strategy can be taken. {' '.join(reasons)}")
     memory = lambda one: estimate(one[0], sizes).total_memory  # noqa: E731
-    run, best = fastest_that_fits(able, lambda one: one[1].step_seconds, memory, available)
+    run, best, _ = fastest_that_fits(able, lambda one: one[2], memory, available)
     seconds = ", ".join(
-        f"{one[1].strategy} {one[1].step_seconds:.3g} s"
-        f"{'' if memory(one) <= available else ' (does not fit in memory)'}"
+        f"{one[1].strategy} {one[2]:.3g} s{'' if memory(one) <= available else ' (does not fit in memory)'}"
         for one in able
     )
     logging.getLogger("striped_attention").info(

@@ -43,9 +43,9 @@ class Start:
         config, said = self.config, []
         if self.source is not None:
             step = "" if self.source.step is None else f", step {self.source.step}"
-            said.append(f"Starts from {config.start_from}{step}: {rope.describe(config.model)}")
+            said.append(f"Starts from {config.start_from}{step}: {rope.describe(config.model, config.sequence_length)}")
         elif config.start_from is None and (config.rope_scaling is not None or config.rope_theta is not None):
-            said.append(f"From scratch: {rope.describe(config.model)}")
+            said.append(f"From scratch: {rope.describe(config.model, config.sequence_length)}")
         if self._too_long:
             said.append(
                 f"Warning: --sequence-length {config.sequence_length} is longer than the {self.positions} positions "

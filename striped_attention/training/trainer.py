@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -146,11 +147,14 @@ def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
 
 
 def choose(config: TrainConfig, sizes: dict[str, int], documents: bool, platform: str) -> str:
-    """The kernel that the attention of this run takes. Raises if the one that was asked for cannot do it."""
+    """The kernels that the attention of this run takes, one unless layers differ. Raises if the one that was asked for
+    cannot do it."""
     devices = sizes[AXES.sequence]
     layout = config.make_layout(devices, documents, platform)
+    ask = functools.partial(config.request, layout, devices, documents, platform)
     try:
-        return choice.choose(config.kernel, config.request(layout, devices, documents, platform)).name
+        names = [choice.choose(config.kernel, ask(mask=mask)).name for mask, _ in config.known_masks()]
+        return " and ".join(dict.fromkeys(names))
     except NotImplementedError as error:
         raise UsageError(str(error)) from error
 
