@@ -1,8 +1,7 @@
 """Writing: a model as a Hugging Face folder, which transformers and its relatives read. All of it or nothing.
 
-A safetensors file is eight bytes that hold the header's length, the header (JSON: dtype, shape and place of every
-weight), and the numbers. All places are known beforehand, so weights are written one at a time, in whatever order they
-come. The writer of the safetensors library wants all weights of a file in memory, 5 GB; this one wants one weight.
+Weights are written one at a time, in whatever order they come (`stream`): the writer of the safetensors library wants
+all weights of a file in memory, 5 GB; this one wants one weight.
 """
 
 import contextlib
@@ -11,19 +10,17 @@ import math
 import os
 import pathlib
 import shutil
-import struct
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from striped_attention.errors import UsageError
+from striped_attention.huggingface import stream
 from striped_attention.huggingface.config import config_json
 from striped_attention.huggingface.weight import CODES, Named, Weight, by_key, weights
 from striped_attention.models.llama import ModelConfig
 
-DTYPES = {"float32": np.dtype("f4"), "float16": np.dtype("f2"), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+DTYPES = {name: stream.DTYPES[code] for name, code in CODES.items()}
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # what belongs to a tokenizer.json
 GENERATION = "generation_config.json"  # how a model's users sample from it, and which tokens end a text
 
@@ -119,19 +116,15 @@ def _bytes(shard: list[Weight], dtype: str) -> int:
 
 def _begin(path: pathlib.Path, shard: list[Weight], dtype: str) -> list[Place]:
     """Write the header of a file, and say where every weight shall lie."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    starts: list[int] = []
-    end = 0
-    for together in by_key(shard):
-        begin = end
-        for weight in together:  # in the order of their rows
-            starts.append(end)
-            end += _bytes([weight], dtype)
-        header[together[0].key] = {"dtype": CODES[dtype], "shape": together[0].stored, "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
-    return [(weight, path, 8 + len(text) + start) for weight, start in zip(shard, starts, strict=True)]
+    groups = by_key(shard)
+    starts = stream.begin(path, {some[0].key: (CODES[dtype], some[0].stored) for some in groups}, {"format": "pt"})
+    places: list[Place] = []
+    for some in groups:
+        start = starts[some[0].key]
+        for weight in some:  # in the order of their rows
+            places.append((weight, path, start))
+            start += _bytes([weight], dtype)
+    return places
 
 
 def _put(place: Place, array: np.ndarray, dtype: str) -> None:
@@ -144,6 +137,4 @@ def _put(place: Place, array: np.ndarray, dtype: str) -> None:
         stored = np.ascontiguousarray(weight.theirs(array)).astype(DTYPES[dtype], copy=False)
     if dtype == "float16" and np.isinf(stored).any():
         raise UsageError(f"{weight.key} holds numbers beyond 65504, which float16 cannot. Choose bfloat16 or float32.")
-    with path.open("r+b") as file:
-        file.seek(start)
-        file.write(stored.view(np.uint8).data)
+    stream.put(path, start, stored)

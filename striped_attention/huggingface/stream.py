@@ -1,0 +1,46 @@
+"""Stream: a safetensors file that is written one tensor at a time, in any order, with one of them in memory.
+
+Such a file is eight bytes that hold the header's length, the header (JSON: dtype, shape and place of every tensor), and
+the numbers. All places are known beforehand. The writer of the safetensors library wants all tensors in memory.
+"""
+
+import json
+import math
+import pathlib
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {
+    "F32": np.dtype("f4"),
+    "F16": np.dtype("f2"),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "I32": np.dtype("i4"),
+    "U32": np.dtype("u4"),
+    "U8": np.dtype("u1"),
+}
+
+
+def begin(
+    path: pathlib.Path, tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]
+) -> dict[str, int]:
+    """Write the header for tensors of these dtypes and shapes; returns at which byte the numbers of each belong."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for key, (code, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * DTYPES[code].itemsize
+        header[key] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    return {key: 8 + len(text) + header[key]["data_offsets"][0] for key in tensors}
+
+
+def put(path: pathlib.Path, start: int, array: np.ndarray) -> None:
+    """Write numbers where they belong."""
+    with path.open("r+b") as file:
+        file.seek(start)
+        file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
