@@ -103,14 +103,14 @@ def test_what_a_run_may_use_of_an_accelerator(platform, stats, expected, monkeyp
     """Of a GPU JAX was told before how much it may take."""
     device = types.SimpleNamespace(platform=platform, device_kind="NVIDIA H200", memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    assert memory.available(dataclasses.replace(RUN, memory=0.5)) == expected
+    assert memory.available(0.5) == expected
 
 
 def test_cpu_devices_share_the_memory_of_the_machine(monkeypatch):
-    whole = memory.available(dataclasses.replace(RUN, memory=1.0)) * jax.local_device_count()
+    whole = memory.available(1.0) * jax.local_device_count()
     assert whole == pytest.approx(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     monkeypatch.setattr(memory, "_of_everybody", lambda number: np.array([number, number, number + 1]))
-    assert memory.available(RUN) == pytest.approx(0.9 * whole / 2 / jax.local_device_count()), "of three, two are here"
+    assert memory.available(0.9) == pytest.approx(0.9 * whole / 2 / jax.local_device_count()), "of three, two are here"
 
 
 def test_jax_may_take_as_much_of_a_gpu_as_a_run_may_use(monkeypatch):

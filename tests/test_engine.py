@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 
 import striped_attention as sa
 from striped_attention.core.oracle import dense_attention
-from striped_attention.generation.engine import Engine, layer_specs
+from striped_attention.generation.engine import Engine
+from striped_attention.generation.fused import fuse
 from striped_attention.generation.programs import Options
 from striped_attention.generation.sample import NOBODY, Sampling, choose, logprobs
 from striped_attention.models.llama import ModelConfig, after, before, init, logits, split_layer
@@ -71,9 +72,9 @@ def _engine_of(config, devices, layout, capacity, block):
         (1, devices), AXES.everything, (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:devices]
     )
     place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
-    weights = jax.tree.map(place, weights_of(config), layer_specs(config, mesh))
+    weights = jax.tree.map(place, weights_of(config), config.layer_specs(devices))
     options = Options(layout, 3, capacity, chunk=8, dtype=jnp.dtype("float32"), block=block)
-    return Engine(config, weights, mesh, options)
+    return Engine(config, fuse(config, mesh, weights), mesh, options)
 
 
 def assert_scores(engine, config, lengths):

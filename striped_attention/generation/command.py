@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,20 +16,23 @@ import rich.console
 
 from striped_attention.core.layout import INT32_MAX
 from striped_attention.errors import UsageError
-from striped_attention.generation import conversation, text, weights
+from striped_attention.generation import conversation, room, text
+from striped_attention.generation import weights as files
 from striped_attention.generation.config import ExportConfig, GenerateConfig, ImportConfig
 from striped_attention.generation.engine import Engine
+from striped_attention.generation.loading import load
 from striped_attention.generation.programs import Options
 from striped_attention.generation.prompts import Chat, Prompt, encode, read_prompts
-from striped_attention.generation.run import LOGPROBS, RESULTS, Ends, Run
+from striped_attention.generation.run import LOGPROBS, RESULTS, Ends, Run, progress
 from striped_attention.generation.settings import Settings, settle
 from striped_attention.huggingface.writing import BESIDE
 from striped_attention.models.llama import ModelConfig
 from striped_attention.models.stages import AXES
 from striped_attention.options import check_output
 from striped_attention.planning.cost import gigabytes
+from striped_attention.runtime.compiled import keep_programs
 from striped_attention.runtime.mesh import make_mesh
-from striped_attention.training.arrays import read_layers
+from striped_attention.training import memory
 from striped_attention.training.launch import in_cluster
 from striped_attention.training.source import NoTokenizer, Source, find
 
@@ -37,6 +41,8 @@ LONGEST = INT32_MAX - 2**20  # tokens; padding comes on top
 
 def generate(config: GenerateConfig) -> None:
     """`striped generate`. What can be refused is refused before weights are read."""
+    begun = time.perf_counter()
+    keep_programs()
     source = find(config.model)
     encoder, end_tokens = text.load(source, config.tokenizer, config.chat)
     settings = settle(config, source)
@@ -47,20 +53,18 @@ def generate(config: GenerateConfig) -> None:
         conversation.check(chat)
     capacity = _capacity(config, settings, source, tokens)
     _check_prompts(config, settings, source.model, capacity, asked, tokens)
-    devices, batch = jax.device_count(), min(config.batch, len(asked) or 1)
-    kind = jax.local_devices()[0].device_kind
-    layout, strategy = config.settle(source.model, devices, batch, capacity, jax.default_backend(), kind)
     _check_output(config)
-    options = Options(layout, batch, capacity, config.chunk, jnp.dtype(config.dtype), strategy, config.kernel)
+    options, model = _options(config, source.model, tokens, capacity)
     console = rich.console.Console(stderr=True, quiet=jax.process_index() > 0, highlight=False, markup=False)
     for line in _warnings(config, settings, source, asked, tokens):
         console.print(line, soft_wrap=True)
-    mesh = _mesh()
-    with _room(source.model, options, devices):
-        console.print(_describe(source.model, options, mesh, settings), soft_wrap=True)
-        engine = Engine(source.model, read_layers(source, mesh, options.dtype), mesh, options)
+    mesh, batch = _mesh(), options.batch
+    with _room(model, options, mesh.size):
+        console.print(_describe(model, options, mesh, settings), soft_wrap=True)
+        with progress(console, "loading weights", "parameters") as say:
+            engine = Engine(model, load(source, mesh, options.dtype, say), mesh, options)
         ends = Ends(end_tokens, settings.stop, encoder)
-        run = Run(engine, encoder, ends, settings, console, config.alternatives)
+        run = Run(engine, encoder, ends, settings, console, config.alternatives, begun)
         if chat is not None and config.interactive:
             conversation.converse(run, chat)
         else:
@@ -69,6 +73,23 @@ def generate(config: GenerateConfig) -> None:
                     numbers = range(first, min(first + batch, len(asked)))
                     run.batch(numbers, [asked[i] for i in numbers], [tokens[i] for i in numbers], out)
         console.print(run.speed(), soft_wrap=True)
+
+
+def _options(
+    config: GenerateConfig, model: ModelConfig, tokens: list[list[int]], capacity: int
+) -> tuple[Options, ModelConfig]:
+    """How the model is run, and the model as it is run on sequences that need `capacity`."""
+    model, devices, batch = model.at_length(capacity), jax.device_count(), min(config.batch, len(tokens) or 1)
+    capacity = config.capacity or min(room.coarse(capacity), LONGEST)
+    longest, dtype = max(map(len, tokens), default=capacity), jnp.dtype(config.dtype)
+    chunk = config.chunk
+    if chunk is None:
+        budget = memory.available(config.memory)
+        chunk = room.prefill_chunk(model, devices, batch, capacity, longest, dtype, budget)
+    config, kind = dataclasses.replace(config, chunk=chunk), jax.local_devices()[0].device_kind
+    layout, strategy = config.settle(model, devices, batch, capacity, jax.default_backend(), kind)
+    how = (layout, batch, capacity, chunk, dtype, strategy, config.kernel)
+    return Options(*how, stage_chunk=room.stage_chunk(batch)), model
 
 
 def _prompts(config: GenerateConfig) -> list[Prompt]:
@@ -202,14 +223,11 @@ def _room(model: ModelConfig, options: Options, devices: int) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        width = jnp.dtype(options.dtype).itemsize
-        room = options.capacity
-        kept = sum(min(room, layer.window or room) * count for layer, count in model.kinds.items())
-        cache = 2 * options.batch * kept * model.kv_heads * model.head_dim * width // devices
+        weights = room.weight_bytes(model, devices, options.dtype)
+        cache = room.cache_bytes(model, devices, options.batch, options.capacity, options.dtype)
         raise UsageError(
-            f"The devices' memory is too small: on each of {devices} weights take about "
-            f"{gigabytes(model.parameters * width // devices)} and the cache {gigabytes(cache)}. Use more devices, a "
-            f"smaller --batch, --capacity or --chunk."
+            f"The devices' memory is too small: on each of {devices} weights take about {gigabytes(weights)} and the "
+            f"cache {gigabytes(cache)}. Use more devices, a smaller --batch, --capacity or --chunk."
         ) from error
 
 
@@ -236,7 +254,7 @@ def _lines(config: GenerateConfig, many: bool) -> Iterator[Any]:
 def import_model(config: ImportConfig) -> None:
     """`striped import`."""
     source = find(config.model)
-    weights.import_model(source, config.output, _mesh())
+    files.import_model(source, config.output, _mesh())
     print(f"{source.model.parameters:,} parameters: {config.output}", file=sys.stderr)
 
 
@@ -249,7 +267,7 @@ def export_model(config: ExportConfig) -> None:
     if tokenizer is not None and tokenizer.parent.resolve().is_relative_to(source.folder.resolve()):
         for name in BESIDE:  # copied with it, so these must lie in the folder as well
             source.file(tokenizer.parent.resolve() / name)
-    weights.export_model(source, config.output, config.dtype, tokenizer, _mesh())
+    files.export_model(source, config.output, config.dtype, tokenizer, _mesh())
     print(f"{source.model.parameters:,} parameters, {config.dtype}: {config.output}", file=sys.stderr)
 
 

@@ -81,8 +81,10 @@ class GenerateConfig:
     capacity: Whole = None
     """Tokens per sequence, prompt included, that the cache has room for. Default: as many as the prompts need; for an
     interactive conversation 8192, or the model's length if that is less."""
-    chunk: int = 8192
-    """Tokens of a prompt that are prefilled at a time; fewer need less memory."""
+    chunk: Whole = None
+    """Tokens of a prompt that are prefilled at a time. Default: as many as --memory allows."""
+    memory: float = 0.9
+    """The part of each device's memory that may be used. --chunk follows from it."""
     tokenizer: Path = None
     """A Hugging Face tokenizer.json. Default: the model's own; bytes if it was trained on bytes."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -118,6 +120,8 @@ class GenerateConfig:
             raise UsageError(f"--top-p must be above 0 and at most 1; got {self.top_p}.")
         if self.min_p is not None and self.min_p > 1:
             raise UsageError(f"--min-p must be at most 1; got {self.min_p}.")
+        if not 0 < self.memory <= 1:
+            raise UsageError(f"--memory must be above 0 and at most 1, a part of a device's memory; got {self.memory}.")
         if self.prompt is not None and self.prompts is not None:
             raise UsageError("--prompt and --prompts exclude each other: leave one of them out.")
         if self.system is not None and not self.chat:
@@ -179,6 +183,7 @@ class GenerateConfig:
         self, model: ModelConfig, devices: int, batch: int, capacity: int, platform: str, kind: str, layout: Layout
     ) -> tuple[Request, Request]:
         """What prefill asks of attention kernels: among new tokens, by a ring, and of new tokens to the cache."""
+        assert self.chunk is not None  # settled
         new = layout.padded_length(min(capacity, self.chunk), devices) // devices
         room = layout.padded_length(capacity, devices) // devices
         dtype = jnp.dtype(self.dtype)

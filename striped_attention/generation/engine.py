@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from striped_attention.generation.fused import fuse
 from striped_attention.generation.programs import EVERYWHERE, Options, Programs
+from striped_attention.generation.room import coarse
 from striped_attention.generation.sample import NOBODY, Logprobs, Sampling, Step
 from striped_attention.inference.cache import KVCache
 from striped_attention.models.llama import ModelConfig, Weights
@@ -28,8 +28,7 @@ Numbers = Sequence[Any] | np.ndarray  # whole ones
 class Engine:
     """`batch` sequences that grow. `lengths` [batch] counts the tokens of each, those that were generated included.
 
-    `weights` are as `layer_specs` has them on the mesh. They are taken out of that dictionary, for the engine keeps
-    them in a form of its own.
+    `weights` are fused (`fuse`), or loaded as such (`load`).
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, mesh: Mesh, options: Options) -> None:
@@ -40,7 +39,7 @@ class Engine:
         self.programs = Programs(config, mesh, options)
         self.config, self.mesh, self.options = self.programs.config, mesh, options
         self.devices = self.programs.devices
-        self.weights = fuse(config, mesh, weights)
+        self.weights = weights
         self._state = self.programs.empty()
         self._turn = 0
         self._new_sequences()
@@ -109,8 +108,7 @@ class Engine:
 
     def _read_chunk(self, parts: list[np.ndarray]) -> None:
         layout, longest = self.options.layout, max(map(len, parts))
-        # As few shapes as possible, for each is compiled: whole chunks, or the next power of two.
-        width = min(self.options.chunk, 1 << (longest - 1).bit_length())
+        width = min(self.options.chunk, coarse(longest))  # of few sizes, for each is compiled
         new = layout.padded_length(max(width, self.devices), self.devices)
         tokens = np.zeros((len(parts), new), np.int32)
         for row, part in enumerate(parts):
@@ -207,8 +205,3 @@ class Engine:
 
     def _place(self, x: np.ndarray, spec: PartitionSpec = EVERYWHERE) -> jax.Array:
         return jax.make_array_from_callback(x.shape, NamedSharding(self.mesh, spec), lambda index: x[index])
-
-
-def layer_specs(config: ModelConfig, mesh: Mesh) -> Weights:
-    """How the weights that an engine is given lie on the mesh, each layer's by themselves."""
-    return config.layer_specs(mesh.size)

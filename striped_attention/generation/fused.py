@@ -44,7 +44,10 @@ def fused_shapes(config: ModelConfig, mesh: Mesh, dtype: Any) -> Weights:
 
 
 def fuse(config: ModelConfig, mesh: Mesh, weights: Weights) -> Weights:
-    """The fused weights. They are taken out of `weights` one layer at a time, so that no other is there twice."""
+    """The fused weights of those that lie as `ModelConfig.layer_specs` says.
+
+    Layers are taken out of `weights`, one at a time, so that no other is there twice.
+    """
     placed = jax.tree.map(lambda x: x.sharding, fused_shapes(config, mesh, jnp.float32))
     layers: list[Weights] = []
     one = jax.jit(functools.partial(fuse_layer, config, mesh.size), out_shardings=placed["layers"][0])

@@ -61,7 +61,7 @@ class Options:
     strategy: str | Strategy = AUTO
     kernel: str = "auto"
     tile: tuple[int, int] | None = None
-    stage_chunk: int = 1024
+    stage_chunk: int = 8192
     block: int | None = None
 
 

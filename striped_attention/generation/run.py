@@ -100,9 +100,12 @@ class Run:
         settings: Settings,
         console: rich.console.Console,
         alternatives: int | None = None,
+        begun: float | None = None,
     ) -> None:
         self.engine, self.encoder, self.ends, self.settings = engine, encoder, ends, settings
         self.console, self.alternatives = console, alternatives
+        self.begun, self.first_token = time.perf_counter() if begun is None else begun, 0.0  # seconds
+        self.loading = time.perf_counter() - self.begun
         self.prefilled = self.prefill_seconds = self.decoded = self.steps = self.decode_seconds = 0.0
 
     def batch(self, numbers: range, prompts: list[Prompt], tokens: list[list[int]], out: Any) -> None:
@@ -117,11 +120,8 @@ class Run:
     def prefill(self, tokens: list[list[int]]) -> None:
         """Put tokens into the cache; rows of the engine that have no prompt get a token that is ignored."""
         missing = self.engine.options.batch - len(tokens)
-        columns = (rich.progress.TextColumn("prefill"), rich.progress.BarColumn(), rich.progress.MofNCompleteColumn())
-        with self._clock() as clock, rich.progress.Progress(*columns, console=self.console, transient=True) as bar:
-            task = bar.add_task("", total=max(map(len, tokens)))
-            rows = [*tokens, *[tokens[0][:1]] * missing]
-            self.engine.read(rows, lambda done, _: bar.update(task, completed=done))
+        with self._clock() as clock, progress(self.console, "prefill", "tokens") as say:
+            self.engine.read([*tokens, *[tokens[0][:1]] * missing], say)
         self.prefilled += sum(map(len, tokens))
         self.prefill_seconds += clock["seconds"]
 
@@ -137,6 +137,7 @@ class Run:
             ends = self.ends.all_tokens
             for step in self.engine.write(most, self.settings.sampling, ends, rows, active, self.alternatives):
                 self.steps += 1
+                self.first_token = self.first_token or time.perf_counter() - self.begun
                 pieces = [answer.add(step, row) for row, answer in enumerate(answers)]
                 say(pieces[0])
                 for row, answer in enumerate(answers):
@@ -175,8 +176,22 @@ class Run:
         return (
             f"prefill {self.prefilled:,.0f} tokens, {self.prefilled / self.prefill_seconds:,.0f} tokens/s; decode "
             f"{self.decoded:,.0f} tokens, {self.decoded / self.decode_seconds:,.1f} tokens/s, "
-            f"{1e3 * self.decode_seconds / self.steps:,.1f} ms per step (compiling: {self.engine.compiling:.0f} s)"
+            f"{1e3 * self.decode_seconds / self.steps:,.1f} ms per step; first token after {self.first_token:,.1f} s "
+            f"(until weights were loaded {self.loading:,.1f} s; compiling in all {self.engine.compiling:,.1f} s)"
         )
+
+
+@contextlib.contextmanager
+def progress(console: rich.console.Console, what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar as long as something takes, moved by a function of how much of how much is done."""
+    columns = (
+        *(rich.progress.TextColumn(what), rich.progress.BarColumn(), rich.progress.TaskProgressColumn()),
+        rich.progress.TextColumn("{task.completed:,.0f} of {task.total:,.0f} " + unit),
+        rich.progress.TimeRemainingColumn(),
+    )
+    with rich.progress.Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=1, visible=False)
+        yield lambda done, total: bar.update(task, completed=done, total=total, visible=True)
 
 
 def show(piece: str) -> None:

@@ -1,8 +1,7 @@
-"""Arrays: the weights of a source on a mesh. No process and no device ever holds a whole copy.
+"""Arrays: the weights of a source on a mesh, as training has them. No process and no device ever holds a whole copy.
 
 Of a Hugging Face model every device is given its part of each weight, cut out of the files, one part after the other.
-Checkpoints hold float32, all layers of a weight stacked, as training has them; generation wants every layer by itself,
-in its own dtype.
+Checkpoints hold float32, all layers of a weight stacked, and so does training.
 """
 
 from collections.abc import Callable
@@ -23,25 +22,6 @@ from striped_attention.training.storage import read_arrays
 Say = Callable[[int, int], None]  # told how many numbers of how many were read
 
 
-def read_layers(source: Source, mesh: Mesh, dtype: Any) -> Weights:
-    """The weights for generation: each layer's by themselves."""
-    if source.step is not None:
-        return _unstack(source, mesh, dtype)
-    shapes, specs, layers = source.model.shapes, source.model.layer_specs(mesh.size), range(source.model.layers)
-    inside = shapes.pop("layers")
-    with Files(source.folder, source.model) as files:
-
-        def place(name: str, shape: tuple[int, ...], layer: int | None) -> jax.Array:
-            spec = specs[name] if layer is None else specs["layers"][layer][name]
-            read = lambda index, into: np.copyto(into, files.part(name, layer, index), casting="unsafe")  # noqa: E731
-            return _place(shape, NamedSharding(mesh, spec), dtype, read)
-
-        return {
-            **{name: place(name, shape, None) for name, shape in shapes.items()},
-            "layers": [{name: place(name, shape[1:], layer) for name, shape in inside.items()} for layer in layers],
-        }
-
-
 def read_stacked(source: Source, mesh: Mesh, say: Say | None = None) -> Weights:
     """The weights for training: float32, all layers of one name stacked."""
     if source.step is not None:
@@ -50,7 +30,7 @@ def read_stacked(source: Source, mesh: Mesh, say: Say | None = None) -> Weights:
     inside, done = shapes.pop("layers"), 0
     with Files(source.folder, source.model) as files:
 
-        def place(name: str, shape: tuple[int, ...], spec: Any, stacked: bool) -> jax.Array:
+        def one(name: str, shape: tuple[int, ...], spec: Any, stacked: bool) -> jax.Array:
             def read(index: tuple[slice, ...], into: np.ndarray) -> None:
                 if not stacked:
                     into[...] = files.part(name, None, index)
@@ -59,15 +39,15 @@ def read_stacked(source: Source, mesh: Mesh, say: Say | None = None) -> Weights:
                     into[layer] = files.part(name, layer, index[1:])
 
             nonlocal done
-            placed = _place(shape, NamedSharding(mesh, spec), np.float32, read)
+            placed = place(shape, NamedSharding(mesh, spec), np.float32, read)
             done += placed.size
             if say is not None:
                 say(done, source.model.parameters)
             return placed
 
         return {
-            **{name: place(name, shape, specs[name], stacked=False) for name, shape in shapes.items()},
-            "layers": {name: place(name, shape, specs["layers"][name], stacked=True) for name, shape in inside.items()},
+            **{name: one(name, shape, specs[name], stacked=False) for name, shape in shapes.items()},
+            "layers": {name: one(name, shape, specs["layers"][name], stacked=True) for name, shape in inside.items()},
         }
 
 
@@ -77,7 +57,7 @@ def check(source: Source) -> None:
         Files(source.folder, source.model)
 
 
-def _place(
+def place(
     shape: tuple[int, ...], sharding: NamedSharding, dtype: Any, read: Callable[[tuple[slice, ...], np.ndarray], None]
 ) -> jax.Array:
     """An array whose parts are read one after the other, for the devices of this process. `read` fills one in."""
@@ -109,20 +89,3 @@ def _read_checkpoint(source: Source, mesh: Mesh) -> Weights:
     if wrong:
         raise UsageError(f"{where} is damaged: {', '.join(wrong)} is not what was saved.")
     return found
-
-
-def _unstack(source: Source, mesh: Mesh, dtype: Any) -> Weights:
-    """A checkpoint's weights, each layer's by themselves."""
-    stacked = _read_checkpoint(source, mesh)
-    specs = source.model.layer_specs(mesh.size)
-
-    def unstack(name: str) -> list[Any]:
-        split = jax.jit(
-            lambda x: [x[i].astype(dtype) for i in range(source.model.layers)],
-            out_shardings=[NamedSharding(mesh, layer[name]) for layer in specs["layers"]],
-        )
-        return split(stacked["layers"].pop(name))
-
-    by_name = {name: unstack(name) for name in list(stacked["layers"])}
-    whole = {name: stacked.pop(name).astype(dtype) for name in list(stacked) if name != "layers"}
-    return {**whole, "layers": [{name: x[i] for name, x in by_name.items()} for i in range(source.model.layers)]}

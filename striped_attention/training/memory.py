@@ -29,19 +29,20 @@ def reserve(share: float) -> None:
     os.environ.setdefault(FRACTION, f"{share:g}")
 
 
-def available(config: TrainConfig) -> float:
-    """Bytes of a device that a step may use; of all processes the least, for all compile one program."""
+def available(share: float) -> float:
+    """Bytes of a device that a program may use, `share` of what there is; of all processes the least, for all compile
+    one program."""
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     if device.platform == "cpu":  # all share what the machine has
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        mine = config.memory * machine / (jax.local_device_count() * _processes_here())
+        mine = share * machine / (jax.local_device_count() * _processes_here())
     elif limit is None:  # some allocators do not tell
-        mine = config.memory * hardware_of(device.platform, device.device_kind).memory
+        mine = share * hardware_of(device.platform, device.device_kind).memory
     elif device.platform == "gpu":
         mine = float(limit)  # what `reserve` asked for
     else:
-        mine = config.memory * limit
+        mine = share * limit
     if jax.process_count() == 1:
         return mine
     return float(_of_everybody(int(mine // MEGABYTE)).min()) * MEGABYTE

@@ -38,7 +38,7 @@ def train(config: TrainConfig) -> State:
     corpus = load_data(config)
     config, begin = _with_tokenizer(config, begin, corpus)
     documents = corpus.documents
-    asked_for, room = config, memory.available(config)
+    asked_for, room = config, memory.available(config.memory)
     config = settle(config, sizes, documents, jax.default_backend(), jax.local_devices()[0].device_kind, room)
     config.make_strategy(sizes[AXES.sequence])  # refuses what cannot be
     kernel = choose(config, sizes, documents, jax.default_backend())

@@ -28,7 +28,8 @@ import striped_attention as sa
 from striped_attention.core.layout import Layout
 from striped_attention.core.oracle import dense_attention
 from striped_attention.errors import UsageError
-from striped_attention.generation.engine import Engine, layer_specs
+from striped_attention.generation.engine import Engine
+from striped_attention.generation.fused import fuse
 from striped_attention.generation.programs import BLOCK, Options
 from striped_attention.generation.sample import Sampling
 from striped_attention.models.llama import PRESETS, ModelConfig
@@ -186,7 +187,7 @@ def _engine(
     """With random weights, and room for `length` tokens."""
     mesh = Mesh(np.array(jax.devices()[:devices]).reshape(1, devices), AXES.everything)
     options = Options(layout, batch, length, dtype=jnp.dtype(dtype), **more)
-    return Engine(config, _random_weights(config, mesh, options.dtype), mesh, options)
+    return Engine(config, fuse(config, mesh, _random_weights(config, mesh, options.dtype)), mesh, options)
 
 
 def _random_weights(config: ModelConfig, mesh: Mesh, dtype: Any) -> Any:
@@ -200,7 +201,7 @@ def _random_weights(config: ModelConfig, mesh: Mesh, dtype: Any) -> Any:
         weight = jnp.ones(shape, dtype) if norm else 0.02 * jax.random.normal(next(keys), shape, dtype)
         return jax.device_put(weight.astype(dtype), NamedSharding(mesh, spec))
 
-    specs = layer_specs(config, mesh)
+    specs = config.layer_specs(mesh.size)
     return jax.tree_util.tree_map_with_path(one, shapes, specs, is_leaf=lambda x: isinstance(x, tuple))
 
 

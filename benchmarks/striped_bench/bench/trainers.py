@@ -98,7 +98,7 @@ class Ours:
         config = TrainConfig(**options, learning_rate=LEARNING_RATE, steps=job["steps"])
         mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), AXES.everything)
         asked, program = config, Program(config, mesh, documents=job["text"] == "documents")
-        program = memory.fitting(program, asked, memory.available(config), print)
+        program = memory.fitting(program, asked, memory.available(config.memory), print)
         state = program.fresh_state()
         write_weights(program, state.weights, pathlib.Path(job["folder"]) / "weights")
 
