@@ -15,15 +15,17 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
 from safetensors.numpy import load_file, save_file
 
 import striped_attention as sa
 from striped_attention import data, huggingface
-from striped_attention.generation.engine import Engine, Options
+from striped_attention.generation import loading
+from striped_attention.generation.engine import Engine
+from striped_attention.generation.programs import Options
 from striped_attention.models.llama import ModelConfig
 from striped_attention.models.stages import AXES
 from striped_attention.runtime.mesh import make_mesh
+from striped_attention.training.source import find
 from striped_attention.training.trainer import train
 from tests import test_start
 from tests.families import (
@@ -97,15 +99,9 @@ def prompts(lengths):
 
 def engine_of(folder, devices, layout, batch, capacity):
     """An engine that reads in chunks, so that a long prompt meets a cache."""
-    config, weights = stacked(folder)
-    mesh = make_mesh({AXES.batch: 1, AXES.sequence: devices}, jax.devices()[:devices])
-    layers = [{name: w[i] for name, w in weights["layers"].items()} for i in range(config.layers)]
-    weights = jax.tree.map(
-        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
-        {**weights, "layers": layers},
-        config.layer_specs(devices),
-    )
-    return Engine(config, weights, mesh, Options(layout, batch, capacity, chunk=8, dtype=jnp.dtype("float32")))
+    source, mesh = find(folder), make_mesh({AXES.batch: 1, AXES.sequence: devices}, jax.devices()[:devices])
+    options = Options(layout, batch, capacity, chunk=8, dtype=jnp.dtype("float32"))
+    return Engine(source.model, loading.load(source, mesh, options.dtype), mesh, options)
 
 
 @pytest.mark.parametrize("name", MODELS)
