@@ -9,6 +9,9 @@ import dataclasses
 import functools
 import json
 import math
+import pathlib
+import re
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 
 import striped_attention as sa
 from striped_attention import data, huggingface
+from striped_attention.errors import UsageError
 from striped_attention.generation import loading
 from striped_attention.generation.engine import Engine
 from striped_attention.generation.programs import Options
@@ -32,6 +36,7 @@ from tests.families import (
     END,
     LENGTH,
     MODELS,
+    SHAPE,
     TOKENS,
     VOCABULARY,
     largest_difference,
@@ -49,6 +54,7 @@ from tests.test_start import BATCH, command, export, weights_of
 from tests.test_start import config as training
 
 tokens = test_start.tokens  # the fixture
+DOCUMENTATION = pathlib.Path(__file__).parents[1] / "docs" / "inference.md"
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(ModelConfig)}
 
 
@@ -244,3 +250,23 @@ def test_evaluation_gives_the_loss_of_transformers(name, tmp_path):
     scores = torch.tensor(their_scores(original(name), rows.numpy()))
     wanted = torch.nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten()).item()
     assert json.loads((tmp_path / "out.json").read_text())["perplexity"]["loss"] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_the_language_part_of_a_gemma_for_images_is_saved_as_the_documentation_says(tmp_path):
+    _, transformers = libraries()
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28)
+    language = {key: value for key, value in SHAPE.items() if key != "pad_token_id"}
+    config = transformers.Gemma3Config(
+        text_config=dict(**language, head_dim=16), vision_config=dict(**vision, patch_size=14), mm_tokens_per_image=4
+    )
+    whole = randomised(transformers.Gemma3ForConditionalGeneration(config), 0.25)
+    whole.save_pretrained(tmp_path / "whole")
+    with pytest.raises(UsageError, match="is that of a Gemma 3 for text and images"):
+        huggingface.read_config(tmp_path / "whole")
+    (lines,) = re.findall(r"(  from transformers import Gemma3.*?)  ```", DOCUMENTATION.read_text(), re.DOTALL)
+    lines = lines.replace("gemma-3-4b-it-text", str(tmp_path / "text")).replace(
+        "gemma-3-4b-it", str(tmp_path / "whole")
+    )
+    exec(textwrap.dedent(lines), {})
+    config, weights = stacked(tmp_path / "text")
+    assert largest_difference(our_scores(config, weights), their_scores(whole)) < 1e-4

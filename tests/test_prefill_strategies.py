@@ -1,5 +1,6 @@
 """Prefill is exact by every strategy, and `striped generate` takes the one that is planned to be fastest."""
 
+import dataclasses
 import functools
 import logging
 import pathlib
@@ -145,3 +146,17 @@ def test_what_generate_cannot_do_is_one_sentence(monkeypatch, options, message):
     monkeypatch.setattr(cudnn.binding, "EMULATED", True)
     with pytest.raises(UsageError, match=re.escape(message)):
         settle(**options)
+
+
+@pytest.mark.filterwarnings("ignore::striped_attention.SlowKernelWarning")
+def test_a_kernel_for_generation_must_do_every_kind_of_layer(monkeypatch):
+    monkeypatch.setattr(cudnn.binding, "EMULATED", True)
+    plain = PRESETS["llama3-8b"]
+    monkeypatch.setitem(PRESETS, "mixed", dataclasses.replace(plain, window=1024, full_every=2))
+    monkeypatch.setitem(PRESETS, "capped", dataclasses.replace(plain, softcap=50.0))
+    assert settle(1, kernel="cudnn") == settle(1)
+    assert settle(8, "mixed")[1] == settle(8)[1], "by the layers that see the most"
+    with pytest.raises(UsageError, match=r"--kernel cudnn cannot do this: .* nor the ranges of a windowed cache"):
+        settle(1, "mixed", kernel="cudnn")
+    with pytest.raises(UsageError, match="--kernel cudnn cannot do this: It has no softcap"):
+        settle(1, "capped", kernel="cudnn")

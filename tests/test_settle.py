@@ -1,6 +1,7 @@
 """`--strategy auto`: what it stands for, on devices that are here and on others."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -11,6 +12,7 @@ from striped_attention.kernels.cudnn import binding
 from striped_attention.models.llama import PRESETS
 from striped_attention.planning.cost import estimate
 from striped_attention.strategies.strategy import candidates
+from striped_attention.training import trainer
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.settle import settle
 
@@ -110,3 +112,51 @@ def test_costs_are_of_what_runs_under_a_window(monkeypatch):
     assert costs[0] == costs[1]
     assert costs[0].hops == 1
     assert not run.request(sa.contiguous(), 8, False, "gpu").gathered
+
+
+def mixed(**changes):
+    """RUN with windows in all layers but every fourth."""
+    model = dataclasses.replace(PRESETS["llama3-8b"], window=4096, full_every=4)
+    return dataclasses.replace(RUN, preset=None, shape=dataclasses.replace(model, **changes))
+
+
+def test_costs_are_sums_over_the_layers_of_both_kinds():
+    mesh = {"data": 1, "sequence": 8}
+    runs = [mixed(), mixed(full_every=None), mixed(full_every=None, window=None)]
+    both, window, full = (
+        estimate(dataclasses.replace(run, strategy="ring", remat="attention", chunk=1024, layout="contiguous"), mesh)
+        for run in runs
+    )
+    for what in ("keys and values, forward", "keys and values, backward", "their gradients"):
+        assert 0 < window.wire[what] < full.wire[what]
+        assert 4 * both.wire[what] == 3 * window.wire[what] + full.wire[what]
+    assert 4 * both.attention_flops == 3 * window.attention_flops + full.attention_flops
+    assert window.attention_flops < full.attention_flops / 6
+    assert both.hops == full.hops
+    what = "attention and its ring"
+    assert both.memory[what] == max(window.memory[what], full.memory[what]), "as much as the layer that needs most"
+
+
+def test_auto_adds_up_the_layers_of_both_kinds(caplog):
+    found = []
+    for run in (mixed(), mixed(full_every=None), mixed(full_every=None, window=None)):
+        caplog.clear()
+        with caplog.at_level("INFO", "striped_attention"):
+            settle(dataclasses.replace(run, remat="attention", chunk=1024), {"data": 1, "sequence": 8}, True, "gpu")
+        found.append(
+            {name: float(seconds) for name, seconds in re.findall(r"([a-z=,0-9]+) ([0-9.e-]+) s", caplog.text)}
+        )
+    both, window, full = found
+    for name in both.keys() & window.keys() & full.keys():
+        assert both[name] == pytest.approx((3 * window[name] + full[name]) / 4, rel=0.01), name
+    assert full["ring"] > 1.1 * window["ring"]
+
+
+@pytest.mark.filterwarnings("ignore::striped_attention.SlowKernelWarning")
+def test_a_kernel_must_do_every_kind_of_layer(monkeypatch):
+    monkeypatch.setattr(binding, "EMULATED", True)
+    sizes, options = {"data": 1, "sequence": 1}, dict(strategy="ring", dtype="bfloat16", kernel="cudnn")
+    choose = lambda run, **more: trainer.choose(dataclasses.replace(run, **options, **more), sizes, False, "gpu")  # noqa: E731
+    assert choose(mixed()) == "cudnn"
+    with pytest.raises(UsageError, match="It has no softcap"):
+        choose(mixed(softcap=50.0))

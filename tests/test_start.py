@@ -372,6 +372,27 @@ def test_a_run_that_goes_on_is_not_said_to_be_from_scratch(tokens, tmp_path):
     assert start.look(config(tokens, tmp_path / "run", resume=True)).lines == []
 
 
+def test_the_rotary_positions_of_gemma_and_phi_are_said(tokens, tmp_path):
+    """Of Gemma 3's two thetas the global one is changed; the length says which of Phi's two lists holds."""
+    gemma = dict(norms="around", centered_norms=True, activation="gelu_tanh", scaled_embedding=True, head_norms=True)
+    gemma |= dict(window=9, full_every=2, rope_theta=1e6, local_theta=1e4)
+    folder = rewritten(tmp_path / "gemma", **gemma)
+    begin = start.look(config(tokens, start_from=folder, dry_run=True, rope_theta=2e6, rope_scaling="linear:2"))
+    assert "rope theta 2,000,000 (10,000 in layers with a window), rope scaling linear × 2" in begin.lines[0]
+    assert begin.config.model.layer(0).rope_theta == 1e4
+    assert begin.config.model.layer(0).stretch is None
+    assert begin.config.model.layer(1).rope_theta == 2e6
+    assert begin.config.model.layer(1).stretch == Stretch("linear", 2.0, 64)
+    factors = dict(short=(1.0, 2.0, 3.0, 4.0), long=(5.0, 6.0, 7.0, 8.0))
+    folder = rewritten(tmp_path / "phi", length=640, fused=True, stretch=Stretch("longrope", 10.0, 64, **factors))
+    for length, which in ((64, "short"), (65, "long")):
+        begin = start.look(config(tokens, start_from=folder, dry_run=True, sequence_length=length))
+        assert begin.lines[0].endswith(f"rope scaling longrope × 10 of 64 positions, {which} factors")
+        assert begin.config.model.at_length(length).stretch.short == factors[which]
+    with one_line("--rope-scaling yarn:4: the files of Phi models can say no scaling but their own"):
+        start.look(config(tokens, start_from=folder, dry_run=True, rope_scaling="yarn:4"))
+
+
 def test_models_from_scratch_take_rope_options_too(tokens):
     scratch = config(tokens, rope_theta=2e4, rope_scaling="yarn:8,original=8k")
     assert scratch.model.rope_theta == 2e4

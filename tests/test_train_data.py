@@ -13,6 +13,7 @@ import zlib
 import numpy as np
 import pytest
 
+import striped_attention as sa
 from striped_attention import data
 from striped_attention.errors import UsageError
 
@@ -47,6 +48,9 @@ def test_targets_are_the_next_tokens_of_the_same_document():
     assert batch.weights.tolist() == [[1, 1, 0, 1, 0, 1, 1, 1]]
     assert batch.segments.tolist() == [[0, 0, 0, 1, 1, 2, 2, 2]]
     assert batch.visible_pairs() == 6 + 3 + 6
+    assert batch.visible_pairs(2) == 5 + 3 + 5
+    seen = sa.documents(batch.segments).dense(8) & sa.sliding_window(3).dense(8)
+    assert batch.visible_pairs(3) == seen.sum()
 
 
 def test_every_row_is_drawn_once_a_pass_and_passes_differ():

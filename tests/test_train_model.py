@@ -12,7 +12,7 @@ import pytest
 import striped_attention as sa
 from striped_attention import data
 from striped_attention.core.oracle import control_attention
-from striped_attention.models.llama import PRESETS, rotary
+from striped_attention.models.llama import PRESETS, ModelConfig, rotary
 from striped_attention.planning.cost import estimate
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.step import Program
@@ -273,6 +273,19 @@ def test_the_dry_runs_memory_is_that_of_the_compiled_step():
         compiled = stats.argument_size_in_bytes + stats.temp_size_in_bytes
         said = estimate(run.config, {"data": 1, "sequence": 2}).total_memory
         assert 0.75 < said / compiled < 1.25, (said, compiled)
+
+
+@pytest.mark.parametrize(("layers", "remat"), [(6, "attention"), (6, "none"), (7, "attention")])
+def test_the_dry_run_knows_what_periods_of_layers_need(layers, remat):
+    """Two windowed layers, then one without; of seven layers the last one is left over."""
+    model = ModelConfig(
+        **dict(layers=layers, dim=256, ffn=1024, heads=4, kv_heads=4, vocabulary=320, window=64, full_every=3)
+    )
+    run = program((1, 2), sequence_length=512, batch=1, chunk=64, strategy="ring", remat=remat, shape=model)
+    stats = run.compiled.memory_analysis()
+    compiled = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    said = estimate(run.config, {"data": 1, "sequence": 2}).total_memory
+    assert 0.75 < said / compiled < 1.25, (said, compiled)
 
 
 def test_bf16_follows_float32():

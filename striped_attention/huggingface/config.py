@@ -69,8 +69,8 @@ def _kind(said: Said) -> str:
             return kind
     if model_type == "gemma3":
         said.refuse(
-            "is that of a Gemma 3 for text and images; here only its language part is known. Save that alone with "
-            "transformers: Gemma3ForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)."
+            "is that of a Gemma 3 for text and images; here only its language part is known, saved by itself "
+            "(gemma3_text). docs/inference.md has the lines that do so with transformers."
         )
     known = ", ".join(family.architecture for family in FAMILIES.values())
     said.refuse(f"is of the architecture {names or None} and type {model_type!r}. Known are {known}.")

@@ -371,7 +371,13 @@ def last_layer(
     positions = jnp.broadcast_to(compute.positions(), tokens.shape)
     layer_specs = {name: PartitionSpec(*spec[1:]) for name, spec in specs["layers"].items()}
 
-    def layer(config: ModelConfig, x: Array, weights: Weights) -> Array:
+    def layer(index: int, x: Array, weights: Weights) -> Array:
+        if config.period == 1:
+            return of_kind(config, x, weights)
+        # Cut here, where it is made again for the backward pass: kept, it would be another copy of every weight.
+        return of_kind(config.layer(index), x, {name: w[index] for name, w in weights.items()})
+
+    def of_kind(config: ModelConfig, x: Array, weights: Weights) -> Array:
         first, second = split_layer(weights)
         first_specs, second_specs = split_layer(layer_specs)
         q, k, v = run(functools.partial(before, config), first, first_specs, x, positions)
@@ -379,21 +385,19 @@ def last_layer(
         attended = (attend or functools.partial(compute.attend, config))(q, k, v, masked)
         return run(functools.partial(after, config), second, second_specs, (x, attended), ())
 
-    layers = [_remat(functools.partial(layer, config.layer(i)), compute.remat) for i in range(config.period)]
+    layers = [_remat(functools.partial(layer, i), compute.remat) for i in range(config.period)]
 
     def period(x: Array, weights: Weights) -> tuple[Array, None]:
-        if config.period == 1:
-            return layers[0](x, weights), None
-        for one, its in zip(layers, _unstacked(weights, config.period), strict=True):
-            x = one(x, its)
+        for one in layers:
+            x = one(x, weights)
         return x, None
 
     embed = functools.partial(stage, chunk=tokens.shape[1], dtype=compute.dtype)  # in one go: its gradient is a table
     x = embed(functools.partial(lookup, config), weights["embedding"], specs["embedding"], (), tokens)
     whole, rest = _periods(weights["layers"], config.layers, config.period)
     x, _ = lax.scan(period, x, whole)
-    for one, its in zip(layers, _unstacked(rest, config.layers % config.period), strict=False):
-        x = one(x, its)
+    for one in layers[: config.layers % config.period]:
+        x = one(x, rest)
     return x
 
 
@@ -402,19 +406,10 @@ def _periods(weights: Weights, layers: int, period: int) -> tuple[Weights, Weigh
     if period == 1:
         return weights, {}
     left = layers % period
-    whole, rest = _split(weights, (layers - left, left)) if left else (weights, {})
-    return {name: w.reshape(layers // period, period, *w.shape[1:]) for name, w in whole.items()}, rest
-
-
-def _unstacked(weights: Weights, layers: int) -> list[Weights]:
-    """The weights of so many layers, each layer's by themselves."""
-    return [{name: w[0] for name, w in one.items()} for one in _split(weights, (1,) * layers)]
-
-
-def _split(weights: Weights, sizes: tuple[int, ...]) -> list[Weights]:
     # Not by slices, whose gradients are arrays of the whole size each, full of zeros.
-    parts = {name: lax.split(w, sizes) for name, w in weights.items()}
-    return [{name: part[i] for name, part in parts.items()} for i in range(len(sizes))]
+    parts = {name: lax.split(w, (layers - left, left)) if left else [w] for name, w in weights.items()}
+    whole = {name: part[0].reshape(layers // period, period, *part[0].shape[1:]) for name, part in parts.items()}
+    return whole, {name: part[-1] for name, part in parts.items()}
 
 
 def split_layer(weights: Weights) -> tuple[Weights, Weights]:

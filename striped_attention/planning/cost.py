@@ -189,10 +189,8 @@ def _memory(
     chunk = min(config.chunk or tokens, tokens)
     scores = min(loss_chunk(chunk, model.vocabulary), tokens) * model.vocabulary
     chunk = tokens if config.remat == "none" else chunk
-    # Layers that are left over from whole periods of windows: stacked weights and gradients are cut, so copied.
-    cut = {"weights and gradients of periods": 2 * shard * FLOAT32} if model.layers % model.period else {}
+    periods = _memory_of_periods(config, model, sum(layer.values()), shard, width)
     return {
-        **cut,
         "weights": shard * FLOAT32,
         "optimiser": 2 * shard * FLOAT32,
         "gradients": shard * FLOAT32 * (2 if config.accumulate > 1 else 1),
@@ -200,7 +198,21 @@ def _memory(
         "gathered weights and their gradient": max(max(stages) * (width + FLOAT32), vocabulary),
         "attention and its ring": messages.memory + 2 * tokens * model.dim * width,  # and x and its gradient
         "one chunk": max(chunk * 3 * model.ffn * (width + FLOAT32), scores * 2 * FLOAT32),
+        **({"layers of a period": periods} if periods else {}),
     }
+
+
+def _memory_of_periods(config: Job, model: ModelConfig, layer: int, shard: int, width: int) -> int:
+    """What a scan over periods of several layers needs more than one over layers, as XLA for CPUs compiles it.
+
+    Nothing keeps the compiler from gathering the weights of all layers of a period at once, and adding up their
+    gradients at once. Without rematerialisation each layer's part of the period's weights is kept, and layers that are
+    left over from whole periods are cut off from the others, as are their gradients.
+    """
+    if model.period == 1:
+        return 0
+    copies = (1 if config.remat in ("none", "qkv") else 0) + (2 if model.layers % model.period else 0)
+    return (model.period - 1) * layer * (width + 2 * FLOAT32) + copies * shard * FLOAT32
 
 
 def _wire(
