@@ -120,6 +120,12 @@ MODELS = {
         ),
         ("window", "full_every", "local_theta", "stretch"),
     ),
+    "gemma 3, windows alone": Model(  # as the first layers of every Gemma 3
+        "Gemma3Text",
+        dict(**GEMMA, rope_parameters=dict(sliding_attention=LOCAL, full_attention=LINEAR)),
+        dict(window=7, full_every=None, rope_theta=5000.0, local_theta=200.0, stretch=Stretch("linear", 2.0)),
+        ("window", "local_theta"),
+    ),
     "phi 3": Model("Phi3", dict(sliding_window=9, tie_word_embeddings=False), dict(fused=True, window=9), ("window",)),
     "phi 3, long": Model("Phi3", LONG, dict(fused=True, stretch=LONG_STRETCH, rotary_width=None), ("stretch",)),
     "phi 4 mini, short": Model(

@@ -236,7 +236,9 @@ def test_twenty_steps_are_those_of_transformers(name, tokens, tmp_path):
             assert np.abs(weights[key] - moved[key]).max() > 1e-3, key
 
 
-@pytest.mark.parametrize("name", ["gemma 2", "gemma 3", "phi 3", "phi 4 mini, short", "olmo 2"])
+@pytest.mark.parametrize(
+    "name", ["gemma 2", "gemma 3", "gemma 3, windows alone", "phi 3", "phi 4 mini, short", "olmo 2"]
+)
 def test_evaluation_gives_the_loss_of_transformers(name, tmp_path):
     torch, _ = libraries()
     hub = save(name, tmp_path / "hub")

@@ -373,7 +373,7 @@ def last_layer(
 
     def layer(index: int, x: Array, weights: Weights) -> Array:
         if config.period == 1:
-            return of_kind(config, x, weights)
+            return of_kind(config.layer(index), x, weights)
         # Cut here, where it is made again for the backward pass: kept, it would be another copy of every weight.
         return of_kind(config.layer(index), x, {name: w[index] for name, w in weights.items()})
 
