@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import striped_attention as sa
 from striped_attention import cli
 from striped_attention.compiling.topology import GPUS, describe
+from striped_attention.generation import room
 from striped_attention.generation.programs import Newest, Options, Programs
 from striped_attention.generation.sample import Sampling
 from striped_attention.kernels.contract import Block
@@ -213,3 +214,25 @@ def test_decoding_on_eight_gpus_takes_four_messages_a_layer(tmp_path):
     assert sent == [2 * 2 + 1, 2 * 2 + 1]
     assert transfers(compiled.as_text()) == transfers(compiled.as_text(), "all-to-all") == []
     assert sum(traffic(compiled.as_text(), 8).values()) < 16 * 2 * 2048 * 2048  # bytes of 16 tokens: no weight travels
+
+
+@pytest.mark.parametrize(
+    ("preset", "devices", "batch", "capacity", "chunk"),
+    [("1b", 1, 1, 65_536, 32_768), ("llama3-8b", 8, 1, 65_536, 32_768), ("llama3-8b", 1, 8, 16_384, 16_384)],
+)
+def test_prefill_needs_no_more_memory_than_chunks_are_chosen_by(preset, devices, batch, capacity, chunk):
+    """And not a third of it, or chunks would be too small."""
+    config = dataclasses.replace(PRESETS[preset], layers=1)
+    mesh = sa.make_mesh({AXES.batch: 1, AXES.sequence: devices}, machine("h200:1x1x8")[:devices])
+    options = dict(chunk=chunk, strategy="ring", kernel="hopper", stage_chunk=room.stage_chunk(batch))
+    programs = Programs(config, mesh, Options(sa.striped(128), batch, capacity, **options))
+    tokens = NamedSharding(mesh, AXES.tokens)
+    x = jax.ShapeDtypeStruct((batch, chunk, config.dim), jnp.bfloat16, sharding=tokens)
+    entry, lengths = programs.state.entries[0], programs.state.lengths
+    layer = functools.partial(programs._prefill_layer, programs.layers[0], programs.caches[0])
+    placed = (tokens, jax.tree.map(lambda cached: cached.sharding, entry))
+    compiled = jax.jit(layer, donate_argnums=(1, 2), out_shardings=placed).lower(
+        *(programs.weights["layers"][0], x, entry, lengths, lengths)
+    )
+    needed = compiled.compile().memory_analysis().temp_size_in_bytes
+    assert needed <= room.prefill_bytes(PRESETS[preset], devices, batch, capacity, chunk, jnp.bfloat16) <= 3 * needed
