@@ -79,6 +79,27 @@ def test_trades_between_nodes_are_slow_for_the_part_that_leaves_them():
     assert forward.exposed == pytest.approx(sent * 8 / 15 / hardware.far_wire + 2 * LATENCY)
 
 
+def test_gathered_shards_enter_a_node_once_by_all_of_its_interfaces():
+    """Of 16 devices on two nodes, 8 that gather together share the far interconnect out; with heads=8 only one is near."""
+    hardware = HARDWARE["h100"]
+    found = {str(one.strategy): one.workload for one in sa.plan(16, 65_536, model="7b").strategies}
+    for name, near in (("gather=16", 8), ("heads=8,gather=2", 1)):
+        workload = found[name]
+        assert workload.messages.slow(8)[0] == workload.messages.gather // near
+        assert workload.gather_wire == hardware.far_wire * near
+    assert found["gather=8"].gather_wire == hardware.wire
+    few = dataclasses.replace(hardware, wire=1e9)
+    assert few.gather_wire(16) == few.wire, "a node shares out no faster than it can"
+
+
+def test_weights_are_gathered_by_all_interfaces_of_a_node():
+    """A step of 64 devices with few tokens takes as long as its weights: bf16 twice, and float32 gradients."""
+    found = sa.plan(64, 65_536, layouts=[], strategies=["ring"]).best
+    weights = 63 / 64 * 8 * found.setting.model.parameters
+    layers = found.setting.model.layers * found.attention_seconds
+    assert found.step_seconds - layers == pytest.approx(weights / (8 * HARDWARE["h100"].far_wire), rel=0.01)
+
+
 def test_auto_takes_what_fits(monkeypatch, caplog):
     request = asked(16, 8192, layout=sa.striped(128))
     small = dataclasses.replace(HARDWARE["h200"], memory=1e6)

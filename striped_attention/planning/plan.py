@@ -223,7 +223,7 @@ def _choice(setting: Setting, pairs: int, count: TileCount) -> Choice:
     products = matrix_flops(model, setting.batch * setting.sequence_length)
     weights = sum(size for what, size in cost.wire.items() if what.startswith("weights"))
     workload = attention.workload
-    messages, wire = workload.messages, workload.wire_of(devices)
+    messages, wire = workload.messages, setting.hardware.gather_wire(devices)
     work = matrix_work(model, setting.remat) / matrix_work(model, MEASURED_REMAT)
     outside = max(work * products / devices / (MATRIX_EFFICIENCY * setting.hardware.peak), weights / wire)
     again = attention.forward_seconds if setting.remat == "full" else 0.0

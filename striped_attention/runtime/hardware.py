@@ -28,6 +28,17 @@ class Hardware:
     source: str
     links: int = 1  # wires of a device that an all-gather can use at once
 
+    def gather_wire(self, devices: int, apart: int = 1) -> float:
+        """Bytes per second at which each of `devices`, so many places `apart`, receives what they gather.
+
+        Inside a group over all of its links. Between groups as NCCL's rings gather: every shard enters a group once, and
+        those of its members that gather together share the work out among their interfaces.
+        """
+        near = self.wire * self.links
+        if devices * apart <= self.group:
+            return near
+        return min(near, self.far_wire * max(1, self.group // apart))
+
     @property
     def usable(self) -> float:
         """Bytes that JAX takes of the memory, unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""

@@ -61,6 +61,7 @@ class Messages:
         """Of `forward` and `trade`, what leaves a group of `near` neighbours with a fast interconnect.
 
         Of the device that sends most: in a single ring the last of its group, which sends every hop to the next one.
+        Gathered keys leave a group once for all devices of the next one, and its members share that out.
         """
         if self.devices <= near:
             return 0, 0
@@ -69,7 +70,7 @@ class Messages:
         hops = self.devices // strategy.group
         if strategy.inner > 1 and self.hops + 1 == hops and near % (strategy.group * strategy.inner) == 0:
             hops //= strategy.inner
-        gathered = self.gather * max(0, strategy.gather - gathering) // max(1, strategy.gather - 1)
+        gathered = self.gather // gathering if strategy.gather > gathering else 0
         traded = self.trade * max(0, strategy.heads - near) // max(1, strategy.heads - 1)
         return gathered + min(self.hops, hops - 1) * self.hop, traded
 

@@ -51,9 +51,8 @@ class Workload:
 
     @property
     def gather_wire(self) -> float:
-        """Bytes per second at which a device receives what is gathered: over all of its links, inside of a pod."""
-        near = self.strategy.group <= self.hardware.group
-        return self.hardware.wire * self.hardware.links if near else self.hardware.far_wire
+        """Bytes per second at which a device receives gathered keys."""
+        return self.hardware.gather_wire(self.strategy.gather, apart=self.strategy.heads)
 
     def needed(self) -> np.ndarray:
         """Which steps the ring makes, by how many places back keys come from."""
