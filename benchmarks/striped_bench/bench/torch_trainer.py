@@ -1,8 +1,8 @@
 """A plain PyTorch trainer, to compare with: what one would write in an afternoon with torch's own best parts.
 
 A LLaMA in float32 under autocast, compiled; SDPA for whole texts, FlexAttention with a block mask for packed documents
-(on CPUs, where that has no backward pass, SDPA with a dense mask); fused AdamW; nothing is computed twice. Parameters
-are named as Hugging Face names them.
+(on CPUs, where that has no backward pass, SDPA with a dense mask); fused AdamW. Nothing is computed twice, unless
+`recompute` asks for the backward pass to compute each layer again. Parameters are named as Hugging Face names them.
 """
 
 import functools
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 from striped_attention.models.llama import ModelConfig
 
@@ -73,8 +74,9 @@ class Layer(nn.Module):
 
 
 class Body(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, recompute: bool) -> None:
         super().__init__()
+        self.recompute = recompute
         self.embed_tokens = nn.Embedding(config.vocabulary, config.dim)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.layers))
         self.norm = Norm(config.dim, config.norm_epsilon)
@@ -84,15 +86,15 @@ class Body(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for layer in self.layers:
-            x = layer(x, angles, mask)
+            x = checkpoint(layer, x, angles, mask, use_reentrant=False) if self.recompute else layer(x, angles, mask)
         return self.norm(x)
 
 
 class Llama(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, recompute: bool) -> None:
         super().__init__()
         self.config = config
-        self.model = Body(config)
+        self.model = Body(config, recompute)
         self.lm_head = nn.Linear(config.dim, config.vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, mask: Any) -> torch.Tensor:
@@ -113,10 +115,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 class Trainer:
     """A model with its optimizer. `rates` are the learning rates of all steps."""
 
-    def __init__(self, config: ModelConfig, weights: pathlib.Path, rates: list[float], bfloat16: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, weights: pathlib.Path, rates: list[float], bfloat16: bool, recompute: bool = False
+    ) -> None:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         torch.backends.cuda.matmul.allow_tf32 = False
-        model = Llama(config)
+        model = Llama(config, recompute)
         state: dict[str, torch.Tensor] = {}
         for path in sorted(weights.glob("*.safetensors")):
             state |= load_file(path)

@@ -3,6 +3,9 @@
 Both start from equal weights and see the same batches. The answer is checked first: over the first steps their losses
 must agree. Then steps are timed, batches and optimizer included. One after the other, each in a process of its own, for
 each wants most of a GPU's memory. A CPU is for small presets, in float32.
+
+Our row is written down before torch starts. If torch runs out of memory, it runs again and recomputes every layer in
+the backward pass (`recompute`); if that does not fit either, its row says `fits: false`, and nobody checks ours.
 """
 
 import itertools
@@ -23,52 +26,83 @@ from striped_attention.models.llama import PRESETS
 from striped_attention.models.stages import AXES
 from striped_attention.planning.cost import attention_flops, matrix_flops
 from striped_attention.runtime.hardware import memory_in_use, peak_flops
-from striped_attention.runtime.record import usable_cores
+from striped_attention.runtime.record import usable_cores, version
 from striped_attention.training import memory
 from striped_attention.training.config import TrainConfig
-from striped_attention.training.step import Program
-from striped_bench.bench.run import Options, Progress, Record, Row, keep, require, tabulate
-from striped_bench.bench.workers import Team
+from striped_attention.training.settle import settle
+from striped_attention.training.step import Program, learning_rate
+from striped_attention.training.trainer import choose
+from striped_bench.bench.run import Options, Progress, Record, Row, keep, require, say, tabulate
+from striped_bench.bench.workers import Team, WorkerError
 
 CHECKED = 20  # steps over which losses must agree
 TOLERANCE = 1e-2  # relative, in bfloat16; 1e-4 in float32
 LEARNING_RATE = 3e-4
+OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "OutOfMemoryError")  # JAX, torch
+SETTLED = ("dtype", "remat", "chunk", "strategy")
 
 
 def trainers(options: Options, result: Record) -> Progress:
     result["configuration"] |= {"batch": 1, "checked_steps": CHECKED, "learning_rate": LEARNING_RATE}
+    result["versions"] |= {"torch": version("torch")}
     result["trainers"] = []
     for preset, length in itertools.product(options["presets"], options["lengths"]):
-        yield from keep(result["trainers"], compare(preset, length, options["text"], options["rounds"]))
-    names = (
-        "preset",
-        "length",
-        "text",
-        "trainer",
-        "tokens_per_second",
-        "mfu",
-        "over_torch",
-        "loss_difference",
-        "memory",
-    )
-    yield tabulate(result["trainers"], *names)
+        for row in keep(result["trainers"], compare(preset, length, options["text"], options["rounds"])):
+            result["gpu"] = {"name": result["trainers"][0].get("device")}
+            yield row
+    case = ("preset", "length", "text", "trainer", "kernel", "remat", "chunk", "recompute", "fits")
+    yield tabulate(result["trainers"], *case, "tokens_per_second", "mfu", "over_torch", "loss_difference", "memory")
 
 
 def compare(preset: str, length: int, text: str, rounds: int) -> Iterator[Row]:
-    """Rows of both trainers, once their losses agree."""
+    """The row of ours, and then torch's; with that, both say how far their losses are apart. Raises if that is far."""
+    case = {"preset": preset, "length": length, "text": text}
     with tempfile.TemporaryDirectory() as folder:
-        job = {"preset": preset, "length": length, "text": text, "folder": folder, "steps": CHECKED + rounds}
-        found = {}
-        for name, kind in (("striped", Ours), ("torch", Torch)):
-            with Team(kind, cores=[set(usable_cores())], **job) as team:
-                found[name] = team.ask("run")[0]
-    ours, theirs = (np.array(found[name]["losses"][:CHECKED]) for name in ("striped", "torch"))
-    tolerance = TOLERANCE if found["striped"]["dtype"] == "bfloat16" else 1e-4
-    difference = require("The loss of a step", float(np.abs(ours / theirs - 1).max()), tolerance)
-    for name, row in found.items():
-        over = row["tokens_per_second"] / found["torch"]["tokens_per_second"]
-        what = {"preset": preset, "length": length, "text": text, "trainer": name}
-        yield {**what, **row, "over_torch": over, "loss_difference": difference}
+        job = {**case, "folder": folder, "steps": CHECKED + rounds}
+        ours = {**case, "trainer": "striped", **measure(Ours, job)}
+        yield ours
+        theirs = {**case, "trainer": "torch", **measure(Torch, job)}
+        if not theirs["fits"]:
+            theirs |= measure(Torch, {**job, "recompute": True})
+    if ours["fits"] and theirs["fits"]:
+        losses = (np.array(row["losses"][:CHECKED]) for row in (ours, theirs))
+        tolerance = TOLERANCE if ours["dtype"] == "bfloat16" else 1e-4
+        difference = require("The loss of a step", float(np.abs(np.divide(*losses) - 1).max()), tolerance)
+        for row in (ours, theirs):
+            over = row["tokens_per_second"] / theirs["tokens_per_second"]
+            row |= {"over_torch": over, "loss_difference": difference}
+    yield theirs
+
+
+def measure(kind: Any, job: dict[str, Any]) -> Row:
+    """What a trainer became, its losses in all steps, and how fast those after the checked ones were."""
+    name = f"  {kind.name}, {job['preset']}, {job['length']:,} tokens, {job['text']}"
+    row: Row = {}
+    try:
+        with Team(kind, cores=[set(usable_cores())], **job) as team:
+            say(f"{name}: compiling")
+            row |= team.ask("prepare")[0]
+            say(f"{name}: {', '.join(f'{key} {x}' for key, x in row.items())}; {CHECKED} checked steps")
+            losses, warm = team.ask("train", 0, CHECKED)[0]
+            say(f"{name}: {losses[0]:.4f} to {losses[-1]:.4f}, {warm[-1]:.3f} s per step; timed steps")
+            more, samples = team.ask("train", CHECKED, job["steps"])[0]
+            row["memory"] = team.ask("memory")[0]
+    except WorkerError as error:
+        if not any(what in str(error) for what in OUT_OF_MEMORY):
+            raise
+        say(f"{name}: out of memory")
+        return {**row, "fits": False}
+    taken = statistics.median(samples)
+    times = {"seconds": taken, "samples": samples, "losses": losses + more}
+    return {**row, "fits": True, **rates(job, taken, row["device"]), **times}
+
+
+def rates(job: dict[str, Any], taken: float, kind: str) -> Row:
+    """Tokens per second, and which part of the device's best is useful work."""
+    model, length = PRESETS[job["preset"]], job["length"]
+    pairs = batch(model.vocabulary, length, job["text"], 0).visible_pairs()
+    flops, peak = matrix_flops(model, length) + attention_flops(model, pairs), peak_flops(kind)
+    return {"tokens_per_second": length / taken, "mfu": None if peak is None else flops / taken / peak}
 
 
 def batch(vocabulary: int, length: int, text: str, step: int) -> Batch:
@@ -84,81 +118,83 @@ def batch(vocabulary: int, length: int, text: str, step: int) -> Batch:
     return Batch(tokens[None, :-1], tokens[None, 1:], weights[None], np.cumsum(segments, dtype=np.int32)[None])
 
 
-class Ours:
+class Trainer:
+    """One of the two; `step` trains on a batch, and returns its loss once the step is done."""
+
+    def __init__(self, rank: int, ranks: int, port: int, **job: Any) -> None:
+        self.job, self.documents = job, job["text"] == "documents"
+        self.weights = pathlib.Path(job["folder"]) / "weights"
+
+    def step(self, inputs: Batch) -> float:
+        raise NotImplementedError
+
+    def train(self, first: int, end: int) -> tuple[list[float], list[float]]:
+        """Losses and seconds of these steps, whose batches are made on the clock too."""
+        losses, seconds, vocabulary = [], [], PRESETS[self.job["preset"]].vocabulary
+        for number in range(first, end):
+            begun = time.perf_counter()
+            losses.append(self.step(batch(vocabulary, self.job["length"], self.job["text"], number)))
+            seconds.append(time.perf_counter() - begun)
+        return losses, seconds
+
+
+class Ours(Trainer):
     """`striped train` with its defaults. It makes the weights that both start from."""
 
-    def __init__(self, rank: int, ranks: int, port: int, **job: Any) -> None:
-        self.job = job
+    name = "striped"
 
-    def run(self) -> Row:
-        job = self.job
+    def prepare(self) -> Row:
         memory.reserve(TrainConfig.memory)
-        dtype = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+        job, platform, device = self.job, jax.default_backend(), jax.local_devices()[0]
+        dtype = "float32" if platform == "cpu" else "bfloat16"
         options: dict[str, Any] = dict(preset=job["preset"], sequence_length=job["length"], dtype=dtype)
-        config = TrainConfig(**options, learning_rate=LEARNING_RATE, steps=job["steps"])
-        mesh = jax.sharding.Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), AXES.everything)
-        asked, program = config, Program(config, mesh, documents=job["text"] == "documents")
-        program = memory.fitting(program, asked, memory.available(config.memory), print)
-        state = program.fresh_state()
-        write_weights(program, state.weights, pathlib.Path(job["folder"]) / "weights")
+        asked = TrainConfig(**options, learning_rate=LEARNING_RATE, steps=job["steps"])
+        sizes, room = {AXES.batch: 1, AXES.sequence: 1}, memory.available(asked.memory)
+        config = settle(asked, sizes, self.documents, platform, device.device_kind, room)
+        kernel = choose(config, sizes, self.documents, platform)
+        mesh = jax.sharding.Mesh(np.array([[device]]), AXES.everything)
+        self.program = memory.fitting(Program(config, mesh, documents=self.documents), asked, room, print)
+        self.state = self.program.fresh_state()
+        write_weights(self.program, self.state.weights, self.weights)
+        settled = {name: getattr(self.program.config, name) for name in SETTLED}
+        return {"device": device.device_kind, **settled, "kernel": kernel}
 
-        def step(number: int) -> float:
-            nonlocal state
-            inputs = program.place(batch(program.model.vocabulary, job["length"], job["text"], number))
-            state, metrics = program.compiled(state, inputs)
-            return float(metrics["loss"])
+    def step(self, inputs: Batch) -> float:
+        self.state, metrics = self.program.compiled(self.state, self.program.place(inputs))
+        return float(metrics["loss"])
 
-        timed = measure(step, job, program.mesh.devices.flat[0].device_kind)
+    def memory(self) -> int | None:
+        """The most bytes of the device that were in use."""
         used = memory_in_use(jax.local_devices()[:1])
-        settled = {name: getattr(program.config, name) for name in ("dtype", "remat", "chunk", "kernel", "strategy")}
-        return {**timed, **settled, "memory": None if used is None else used[0]}
+        return None if used is None else used[0]
 
 
-class Torch:
+class Torch(Trainer):
     """The PyTorch trainer, from the weights that `Ours` has written."""
 
-    def __init__(self, rank: int, ranks: int, port: int, **job: Any) -> None:
-        self.job = job
+    name = "torch"
 
-    def run(self) -> Row:
+    def prepare(self) -> Row:
         import torch
 
-        from striped_bench.bench.torch_trainer import Trainer
+        from striped_bench.bench import torch_trainer
 
-        job, cuda = self.job, torch.cuda.is_available()
-        config = TrainConfig(preset=job["preset"], learning_rate=LEARNING_RATE, steps=job["steps"])
+        cuda, recompute = torch.cuda.is_available(), self.job.get("recompute", False)
+        self.cuda = torch.cuda if cuda else None
         jax.config.update("jax_platforms", "cpu")  # the GPU's memory is torch's here
-        mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:1]).reshape(1, 1), AXES.everything)
-        rates = [Program(config, mesh).learning_rate(step) for step in range(job["steps"])]
-        trainer = Trainer(config.model, pathlib.Path(job["folder"]) / "weights", rates, bfloat16=cuda)
+        config = TrainConfig(preset=self.job["preset"], learning_rate=LEARNING_RATE, steps=self.job["steps"])
+        with jax.numpy_dtype_promotion("standard"):
+            rates = [float(learning_rate(config)(step)) for step in range(config.steps)]
+        self.trainer = torch_trainer.Trainer(config.model, self.weights, rates, bfloat16=cuda, recompute=recompute)
+        kind = torch.cuda.get_device_name() if cuda else "cpu"
+        return {"device": kind, "dtype": "bfloat16" if cuda else "float32", "recompute": recompute}
 
-        def step(number: int) -> float:
-            some = batch(config.model.vocabulary, job["length"], job["text"], number)
-            return trainer.step(tuple(some), documents=job["text"] == "documents")
+    def step(self, inputs: Batch) -> float:
+        return self.trainer.step(tuple(inputs), documents=self.documents)
 
-        timed = measure(step, job, torch.cuda.get_device_name() if cuda else "cpu")
-        used = torch.cuda.max_memory_allocated() if cuda else None
-        return {**timed, "dtype": "bfloat16" if cuda else "float32", "memory": used}
-
-
-def measure(step: Any, job: dict[str, Any], kind: str) -> Row:
-    """The losses of all steps, and how fast those after the checked ones were."""
-    losses, seconds = [], []
-    for number in range(job["steps"]):
-        begun = time.perf_counter()
-        losses.append(step(number))  # reads the loss, so the step is done
-        seconds.append(time.perf_counter() - begun)
-    model, length = PRESETS[job["preset"]], job["length"]
-    pairs = batch(model.vocabulary, length, job["text"], 0).visible_pairs()
-    taken, peak = statistics.median(seconds[CHECKED:]), peak_flops(kind)
-    flops = matrix_flops(model, length) + attention_flops(model, pairs)
-    return {
-        "tokens_per_second": length / taken,
-        "mfu": None if peak is None else flops / taken / peak,
-        "seconds": taken,
-        "samples": seconds[CHECKED:],
-        "losses": losses,
-    }
+    def memory(self) -> int | None:
+        """The most bytes of the device that were in use."""
+        return None if self.cuda is None else self.cuda.max_memory_allocated()
 
 
 def write_weights(program: Program, weights: Any, folder: pathlib.Path) -> None:
