@@ -80,7 +80,7 @@ def test_trades_between_nodes_are_slow_for_the_part_that_leaves_them():
 
 
 def test_gathered_shards_enter_a_node_once_by_all_of_its_interfaces():
-    """Of 16 devices on two nodes, 8 that gather together share the far interconnect out; with heads=8 only one is near."""
+    """Of 16 devices on two nodes, 8 that gather together share the far interconnect; with heads=8 only one is near."""
     hardware = HARDWARE["h100"]
     found = {str(one.strategy): one.workload for one in sa.plan(16, 65_536, model="7b").strategies}
     for name, near in (("gather=16", 8), ("heads=8,gather=2", 1)):

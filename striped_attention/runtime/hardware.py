@@ -31,8 +31,8 @@ class Hardware:
     def gather_wire(self, devices: int, apart: int = 1) -> float:
         """Bytes per second at which each of `devices`, so many places `apart`, receives what they gather.
 
-        Inside a group over all of its links. Between groups as NCCL's rings gather: every shard enters a group once, and
-        those of its members that gather together share the work out among their interfaces.
+        Inside a group over all of its links. Between groups as NCCL's rings gather: every shard enters a group once,
+        and those of its members that gather together share that out among their interfaces.
         """
         near = self.wire * self.links
         if devices * apart <= self.group:
