@@ -28,8 +28,8 @@ from striped_attention.runtime.mesh import make_mesh
 from striped_attention.training.loss_by_position import Losses, Range
 from striped_attention.training.source import find
 from striped_attention.training.validation import HeldOut
+from tests.families import LENGTH, TOKENS, original, save, their_scores
 from tests.test_engine import SMALL, TEXT, dense_scores, engine_of, greedy, weights_of
-from tests.test_huggingface import LENGTH, TOKENS, original, save, their_scores
 from tests.test_start import rewritten
 from tests.test_train_data import write_tokenizer
 

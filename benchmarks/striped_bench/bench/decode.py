@@ -86,7 +86,8 @@ def on_cpu(options: run.Options) -> Iterator[Found]:
             error = problem.apart(_scores(engine, length), truth, by_row=False)
             check = _check(what, error, TOLERANCE["float32"])
             measured = {"seconds": _seconds_per_token(engine, rounds)}
-            measured["wire_bytes"] = sum(traffic(engine.programs.text("token"), devices).values())
+            block = engine.programs.text(("block", Sampling(), (), None))  # what was timed; on CPUs of one token
+            measured["wire_bytes"] = sum(traffic(block, devices).values())
             shape, everywhere = (batch, 1, config.heads, config.head_dim), NamedSharding(engine.mesh, PartitionSpec())
             query = jax.ShapeDtypeStruct(shape, engine.options.dtype, sharding=everywhere)
             layer = str(jax.jit(sa.decode_attention).lower(query, engine.caches[0]).compile().as_text())
