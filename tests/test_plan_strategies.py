@@ -194,8 +194,35 @@ def test_a_named_kernel_takes_the_layouts_that_it_can():
     assert {str(choice.strategy): choice.layout for choice in found.strategies}["heads=2"] == sa.contiguous()
     with pytest.raises(ValueError, match=r"With strategy gather=8: kernel 'cudnn' cannot do this: It needs as many"):
         sa.plan(8, 65_536, kernel="cudnn", strategies=["gather"], layouts=[])
-    with pytest.raises(ValueError, match=r"strategies must be a list, like \['heads', 'gather'\]; got 'heads'"):
-        sa.plan(8, 65_536, strategies="heads")
+
+
+def test_the_usual_layouts_are_those_that_a_named_kernel_can_do(capsys):
+    found = sa.plan(8, 65_536, kernel="cudnn")
+    assert {choice.layout for choice in found.choices} == {sa.contiguous(), sa.striped(1), sa.zigzag()}
+    command = "plan --devices 8 --length 64k --kernel cudnn"
+    assert cli.main(command.split()) == 0
+    assert cli.main([*command.split(), "--strategies", "gather"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("striped: With strategy gather=8: kernel 'cudnn' cannot do this: It needs as many keys as")
+
+
+@pytest.mark.parametrize("strategies", [3, sa.strategy(heads=2), "heads"], ids=str)
+def test_what_is_no_list_of_strategies(strategies):
+    with pytest.raises(ValueError, match=r"^strategies must be a list, like \['heads', 'gather'\]; got "):
+        sa.plan(8, 65_536, strategies=strategies)
+
+
+@pytest.mark.parametrize("layouts", [3, sa.zigzag(), "zigzag"], ids=str)
+def test_what_is_no_list_of_layouts(layouts):
+    with pytest.raises(ValueError, match=r"^layouts must be a list of layouts, as sa\.striped\(256\) makes them; got "):
+        sa.plan(8, 65_536, layouts=layouts)
+
+
+def test_heads_without_a_common_factor_leave_rings_and_gathers():
+    with pytest.raises(ValueError, match=r"25 heads cannot be shared by 8 devices\. Use a ring or gather\.$"):
+        resolve("heads", 8, 25)
+    with pytest.raises(ValueError, match=r"Use heads=2, and a ring or gather for the rest\.$"):
+        resolve("heads", 8, 6)
 
 
 def test_stripes_of_a_group_are_as_wide_as_a_tile():

@@ -104,11 +104,14 @@ def test_auto_takes_what_fits(monkeypatch, caplog):
     request = asked(16, 8192, layout=sa.striped(128))
     small = dataclasses.replace(HARDWARE["h200"], memory=1e6)
     monkeypatch.setattr("striped_attention.strategies.choice.hardware_of", lambda *_: small)
-    with caplog.at_level(logging.INFO, "striped_attention"):
+    with caplog.at_level(logging.WARNING, "striped_attention"):
         found = choose_strategy("auto", request, neighbours=8)
     tried = {adapted(one, request) for one in candidates(16, 32, 8)}
     assert messages_of(request, found).memory == min(messages_of(request, one).memory for one in tried)
-    assert "does not fit in memory" in caplog.text
+    (said,) = caplog.records
+    assert said.levelno == logging.WARNING
+    assert f"takes {found}: none fits in the 0.00075 GB of a device, and this one needs least" in caplog.text
+    assert "Use more devices or shorter sequences." in caplog.text
 
 
 def test_attention_by_default_is_exact_and_says_what_it_took(caplog):

@@ -61,7 +61,7 @@ class PlanConfig:
     """Sequences a step."""
     layouts: Texts = None
     """What to compare, like striped(1) striped(128) zigzag. Contiguous always is. Default: striped(1) striped(256)
-    striped(1024) zigzag."""
+    striped(1024) zigzag, of them what --kernel can do."""
     strategies: Texts = None
     """What to compare a ring with, like heads, gather, heads=8,gather=2 or inner=8. Default: heads or keys shared among
     all devices, and among those of a node or pod, and double rings of nodes."""

@@ -124,7 +124,8 @@ def plan(
       mask: causal by default; a mask with documents must be made for this length.
       hardware: a name in `striped_attention.runtime.hardware.HARDWARE`, or figures of your own.
       model: a name in `striped_attention.models.llama.PRESETS`, or a shape of your own.
-      layouts: what to compare; contiguous always is. Default: stripes of 1, 256 and 1024, and zigzag.
+      layouts: what to compare; contiguous always is. Default: stripes of 1, 256 and 1024, and zigzag, where
+        the kernel can do them.
       strategies: what to compare a ring with, as `attention` takes it. Default: heads or keys shared among all devices,
         and among those that a fast interconnect joins, or both together. For each the best of the layouts is kept.
       batch: sequences of a step, each of them spread over all devices.
@@ -142,9 +143,7 @@ def plan(
         raise ValueError(f"memory must be above 0 and at most 1, a part of a device's memory; got {memory}.")
     shape, device = _named("model", PRESETS, ModelConfig, model), _named("hardware", HARDWARE, Hardware, hardware)
     setting = Setting(devices, length, mask, device, shape, batch, kernel, remat=remat, memory=memory)
-    layouts = candidate_layouts(length, devices) if layouts is None else list(dict.fromkeys([BASELINE, *layouts]))
-    if not all(isinstance(layout, Layout) for layout in layouts):
-        raise ValueError(f"layouts must be a list of layouts, as sa.striped(256) makes them; got {layouts!r}.")
+    layouts = _layouts(setting, layouts)
     pairs, count = _pairs(setting), TileCount(mask, length)
     found = [_choice(dataclasses.replace(setting, layout=layout), pairs, count) for layout in layouts]
     base = found[0]
@@ -174,12 +173,22 @@ def assess(setting: Setting) -> Choice:
     return _choice(setting, _pairs(setting), TileCount(setting.mask, setting.sequence_length))
 
 
-def _strategies(setting: Setting, asked: Sequence[str | Strategy] | None) -> list[Strategy]:
+def _layouts(setting: Setting, asked: Any) -> list[Layout]:
+    """What to compare, the baseline first: of the usual ones those that the kernel can do."""
+    if asked is None:
+        _, *usual = candidate_layouts(setting.sequence_length, setting.devices)
+        return [BASELINE, *(one for one in usual if _refusal(dataclasses.replace(setting, layout=one)) is None)]
+    if not isinstance(asked, Sequence) or not all(isinstance(layout, Layout) for layout in asked):
+        raise ValueError(f"layouts must be a list of layouts, as sa.striped(256) makes them; got {asked!r}.")
+    return list(dict.fromkeys([BASELINE, *asked]))
+
+
+def _strategies(setting: Setting, asked: Any) -> list[Strategy]:
     """What to compare a ring with."""
     devices, heads = setting.devices, setting.model.heads
     if asked is None:
         found = candidates(devices, heads, setting.hardware.group)
-    elif isinstance(asked, str):
+    elif isinstance(asked, str) or not isinstance(asked, Sequence):
         raise ValueError(f"strategies must be a list, like ['heads', 'gather']; got {asked!r}.")
     else:
         if AUTO in asked:

@@ -150,14 +150,14 @@ def choose_strategy(
 
     `request` is what a ring asks of a kernel. So many consecutive `neighbours` share a fast interconnect; by default as
     many as a node or pod has. Documents are known only when the program runs, so lengths as `striped plan` draws them
-    are taken. What "auto" took, and why, is logged at level INFO.
+    are taken. What "auto" took, and why, is logged at level INFO; if nothing is planned to fit, it is a warning.
     """
     log = logging.getLogger("striped_attention")
     if isinstance(asked, str) and asked == AUTO:
         if request.devices == 1:
             return RING
-        found, why = _fastest(request, kernel, forward_only, neighbours)
-        log.info("strategy='auto' takes %s: %s", found, why)
+        found, why, fits = _fastest(request, kernel, forward_only, neighbours)
+        log.log(logging.INFO if fits else logging.WARNING, "strategy='auto' takes %s: %s", found, why)
         return found
     wanted = resolve(asked, request.devices, request.heads)
     found = adapted(wanted, request)
@@ -181,8 +181,8 @@ def fastest_that_fits(
 
 
 @functools.lru_cache(maxsize=1024)
-def _fastest(request: Request, kernel: str, forward_only: bool, neighbours: int | None) -> tuple[Strategy, str]:
-    """The strategy to take, and why."""
+def _fastest(request: Request, kernel: str, forward_only: bool, neighbours: int | None) -> tuple[Strategy, str, bool]:
+    """The strategy to take, why, and whether it is planned to fit in memory."""
     hardware = hardware_of(request.platform, request.device_kind)
     if neighbours is not None:
         hardware = dataclasses.replace(hardware, group=neighbours)
@@ -201,11 +201,17 @@ def _fastest(request: Request, kernel: str, forward_only: bool, neighbours: int 
         seconds[strategy] = times.forward_seconds if forward_only else times.attention_seconds
         memory[strategy] = workload.messages.memory
     if not seconds:
-        return RING, f"kernel {kernel!r} can do none"
+        return RING, f"kernel {kernel!r} can do none", True
     fitting = [strategy for strategy in seconds if memory[strategy] <= hardware.usable]
     best = fastest_that_fits(list(seconds), seconds.__getitem__, memory.__getitem__, hardware.usable)
     each = ", ".join(
         f"{strategy} {time:.3g} s{'' if strategy in fitting else ' (does not fit in memory)'}"
         for strategy, time in seconds.items()
     )
-    return best, f"planned for a layer's attention on {request.devices} × {hardware.name}: {each}"
+    why = f"planned for a layer's attention on {request.devices} × {hardware.name}: {each}"
+    if not fitting:
+        why = (
+            f"none fits in the {hardware.usable / 1e9:.3g} GB of a device, and this one needs least, "
+            f"{memory[best] / 1e9:.3g} GB. Use more devices or shorter sequences. What was {why}"
+        )
+    return best, why, bool(fitting)

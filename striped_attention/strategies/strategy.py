@@ -106,9 +106,11 @@ def resolve(asked: Any, devices: int, heads: int | None = None) -> Strategy:
             f"{found.heads}, gather={found.gather}, inner={found.inner}."
         )
     if heads is not None and heads % found.heads:
+        common = math.gcd(heads, found.heads)
+        instead = f"heads={common}, and a ring or gather for the rest" if common > 1 else "a ring or gather"
         raise ValueError(
             f"A strategy shares out a device's query heads equally: {heads} heads cannot be shared by "
-            f"{found.heads} devices. Use heads={math.gcd(heads, found.heads)}, and a ring or gather for the rest."
+            f"{found.heads} devices. Use {instead}."
         )
     return found
 
