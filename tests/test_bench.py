@@ -28,6 +28,7 @@ from striped_attention.options import parse_mask
 from striped_attention.runtime.hardware import hardware_of
 from striped_attention.strategies import exchange
 from striped_attention.strategies.problem import Problem
+from striped_attention.strategies.strategy import AUTO, parse_strategy
 from striped_attention.strategies.timeline import LATENCY
 from striped_attention.strategies.work import count_pairs
 from tests.team import Here
@@ -78,7 +79,7 @@ def test_options_that_a_suite_cannot_use_get_one_clear_line(suite, options, mess
 def test_a_suite_measures_what_was_asked_and_else_its_own():
     assert BenchConfig("gpu").options["members"] == (2, 4, 8, 16)
     assert BenchConfig("gpu").options["strategies"] == ("ring",)
-    own = dict(chunk="auto", kernels=("cudnn",), strategies=("ring",), text="whole")
+    own = dict(chunk="auto", kernels=("cudnn",), strategies=("ring",), layouts=("contiguous", "striped"), text="whole")
     assert BenchConfig("step").options == dict(presets=("1b",), members=(8,), lengths=(65_536, 262_144), **own)
     asked = BenchConfig("step", members=(4, 16), presets=("7b", "llama3-8b"), lengths=(32_768,))
     assert asked.options == dict(presets=("7b", "llama3-8b"), members=(4, 16), lengths=(32_768,), **own)
@@ -357,7 +358,7 @@ def cheap_attention(q, k, v, *, axis_name, layout, length, **_):
 @pytest.mark.usefixtures("compiled_in_a_hurry")
 def test_a_row_has_the_times_of_one_program_and_the_memory_and_transfers_of_another(monkeypatch):
     monkeypatch.setattr(model, "attention_shard", cheap_attention)
-    row = next(step.measure_case(CASE, limit=10**9))
+    row = next(step.measure_case(CASE._replace(room=1e9)))
     case = {"preset": "debug", "length": 256, "members": 4, "layout": "contiguous()", "rank": 3}
     assert {name: row[name] for name in case} == case
     assert row["fits"]
@@ -371,6 +372,8 @@ def test_a_row_has_the_times_of_one_program_and_the_memory_and_transfers_of_anot
     assert row["wire_bytes"]["keys and values, forward"] == 2 * 3 * hop, "2 layers, 3 hops"
     state = 3 * 4 * sum(math.prod(shape) for shape in jax.tree.leaves(model.PRESETS["debug"].shapes, is_leaf=is_shape))
     assert state / 4 < row["needed_bytes"] < 20 * state
+    wire = hardware_of("cpu").wire
+    assert sum(row["wire_bytes"].values()) / wire < row["planned_transfer_seconds"] < 0.1, "and 20 µs per message"
 
 
 def is_shape(x):
@@ -378,6 +381,7 @@ def is_shape(x):
 
 
 def stub(monkeypatch, timed):
+    monkeypatch.setattr(step.memory, "needed", lambda program: REAL["needed_bytes"])
     monkeypatch.setattr(step, "_real", lambda program: REAL)
     monkeypatch.setattr(step, "_fresh", lambda program: lambda: None)
     monkeypatch.setattr(step, "timed", timed)
@@ -385,7 +389,7 @@ def stub(monkeypatch, timed):
 
 def test_every_layout_and_the_step_without_attention_are_measured(monkeypatch):
     stub(monkeypatch, lambda program, fresh: {"seconds": 1.0 if program.attend is None else 0.25, "samples": []})
-    rows = list(step.measure_case(CASE, limit=100))
+    rows = list(step.measure_case(CASE._replace(room=100.0)))
     measured = [(row["layout"], row["rank"], row["attention"]) for row in rows]
     striped = repr(CASE.program("striped", 0).compute.layout)
     assert set(measured) == {("contiguous()", 3, True), (striped, 3, True), (striped, 0, True), (striped, 3, False)}
@@ -394,12 +398,34 @@ def test_every_layout_and_the_step_without_attention_are_measured(monkeypatch):
     assert [row.get("needed_bytes") for row in rows] == [100 if row["attention"] else None for row in rows]
 
 
+def test_layouts_of_a_step_are_those_that_are_asked_for(monkeypatch):
+    stub(monkeypatch, lambda program, fresh: {"seconds": 1.0, "samples": []})
+    rows = list(step.measure_case(CASE._replace(layouts=("zigzag", "striped(2)"))))
+    measured = [(row["layout"], row["rank"], row["attention"]) for row in rows]
+    assert measured[:2] == [("zigzag()", 3, True), ("striped(2)", 3, True)]
+    assert measured[2:] == [("striped(2)", 3, False), ("zigzag()", 0, True), ("striped(2)", 0, True)]
+    assert [line["layout"] for line in step.summary(rows)] == ["zigzag()", "striped(2)"]
+
+
+@pytest.mark.parametrize(("room", "remat"), [(1e9, "none"), (1e6, "full")])
+def test_a_step_takes_the_memory_of_the_gpu_that_is_here(monkeypatch, room, remat):
+    stub(monkeypatch, lambda program, fresh: {"seconds": 1.0, "samples": []})
+    assert {row["remat"] for row in step.measure_case(CASE._replace(chunk="auto", room=room))} == {remat}
+
+
+def test_a_step_that_the_compiler_finds_too_large_keeps_less(monkeypatch):
+    stub(monkeypatch, lambda program, fresh: {"seconds": 1.0, "samples": []})
+    monkeypatch.setattr(step.memory, "needed", lambda program: 10**10 if program.config.remat == "none" else 1)
+    rows = list(step.measure_case(CASE._replace(chunk="auto", room=1e9)))
+    assert {(row["remat"], row["fits"]) for row in rows} == {("qkv", True)}
+
+
 def test_steps_are_measured_with_every_strategy_once(monkeypatch):
     stub(monkeypatch, lambda program, fresh: {"seconds": 1.0, "samples": []})
-    case = CASE._replace(strategies=("ring", "heads", "auto", "heads=4"))
-    rows = list(step.measure_case(case, limit=100))
+    case = CASE._replace(strategies=("ring", "heads", "auto", "heads=4"), room=100.0)
+    rows = list(step.measure_case(case))
     settled = case.program("striped", 3, strategy="auto").config.strategy
-    assert settled in ("ring", "heads=4", "gather=4")
+    assert parse_strategy(settled) != AUTO, "one of those that there are"
     strategies = {"ring", "heads", "heads=4", settled}
     assert {row["strategy"] for row in rows if row["attention"]} == strategies
     assert sum(not row["attention"] for row in rows) == 1, "without attention there is no strategy"
@@ -424,7 +450,7 @@ def test_a_step_that_does_not_fit_says_so_and_what_it_needs(monkeypatch):
 
     stub(monkeypatch, full)
     for limit in (99, 100):
-        rows = list(step.measure_case(CASE, limit=limit))
+        rows = list(step.measure_case(CASE._replace(room=float(limit))))
         assert len(rows) == 4
         assert all(row["fits"] is False and row["needed_bytes"] == 100 for row in rows)
         assert [line["fits"] for line in step.summary(rows)] == [False, False]
@@ -523,21 +549,23 @@ def test_the_suite_step_writes_every_row_and_a_summary(capsys, monkeypatch, tmp_
     rates = {"seconds": 1.5, "samples": [1.5], "tokens_per_second_per_gpu": 8192 / 1.5, "mfu": 0.5}
     row = {**ROW, "length": 65_536, "members": 8, "layout": "contiguous()", "rank": 7, **rates, **REAL}
 
+    shared = {"strategies": ("auto",), "layouts": ("contiguous", "zigzag"), "text": "whole"}
+
     def results(task, mocked=None, **options):
         if task is step.check:
             where = {"presets": ("1b",), "members": (8,), "lengths": (65_536,)}
-            assert options == {**where, "kernels": ("cudnn",), "strategies": ("auto",), "text": "whole"}
+            assert options == {**where, "kernels": ("cudnn",), **shared}
             yield {"worst": 0.01, "gpu": {"name": "NVIDIA H200"}}
             return
         assert (task, mocked) == (step.measure, 8)
         case = {"preset": "1b", "length": 65_536, "members": 8, "chunk": 4096, "kernel": "cudnn"}
-        assert options == {**case, "strategies": ("auto",), "text": "whole"}
+        assert options == {**case, **shared}
         yield row
         assert json.loads(path.read_text())["steps"] == [row], "what there is is safe while the next one is measured"
         yield {**row, "layout": "striped(1)", "seconds": 1.0}
 
     monkeypatch.setattr(mock, "results", results)
-    options = ["--lengths", "65536", "--chunk", "4096", "--strategies", "auto"]
+    options = ["--lengths", "65536", "--chunk", "4096", "--strategies", "auto", "--layouts", "contiguous", "zigzag"]
     assert main(["bench", "step", *options, "--output", str(path)]) == 0
     result = json.loads(path.read_text())
     assert result["benchmark"] == "step"
@@ -556,5 +584,5 @@ def test_a_model_that_the_kernel_cannot_do_is_refused_before_anything_is_measure
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     message = "--presets 1b --strategies ring: Kernel 'cudnn' cannot do this: It needs a head dim"
     with pytest.raises(UsageError, match=message) as caught:
-        next(step.check(["1b"], [8], [65_536], ["cudnn"], ["ring"], "whole"))
+        next(step.check(["1b"], [8], [65_536], ["cudnn"], ["ring"], ["contiguous", "striped"], "whole"))
     assert "\n" not in str(caught.value)

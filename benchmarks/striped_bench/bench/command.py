@@ -54,7 +54,8 @@ class BenchConfig:
     786432 1048576, for step 65536 262144, for trainers 32768."""
     layouts: Texts = None
     """Like striped(1) striped(256) zigzag; on CPUs contiguous always is timed beside them. Default: for layouts stripes
-    of 1 16 64 256 512, and zigzag; fewer for others; for gpu contiguous striped(1) zigzag."""
+    of 1 16 64 256 512, and zigzag; fewer for others; for gpu contiguous striped(1) zigzag; for step contiguous striped,
+    whose stripes are then as wide as training makes them."""
     tiles: Numbers = None
     """tiles: sides of the kernel's tiles. Default: 16 32 64 128 256 512 1024."""
     masks: Texts = None
@@ -68,7 +69,7 @@ class BenchConfig:
     why. Default: cudnn."""
     text: Annotated[Literal["documents", "whole"] | None, tyro.conf.arg(help_behavior_hint="")] = None
     """step and trainers: whether sequences are packed with documents, of about 1800 tokens, or each is one text; cudnn
-    knows no documents. Default: whole."""
+    knows no documents, --kernels hopper does. Default: whole."""
     platform: Annotated[Literal["cpu", "gpu"] | None, tyro.conf.arg(help_behavior_hint="")] = None
     """masks and tiles: what runs the kernel xla; decode: what runs the model. A GPU is given more heads, in bfloat16,
     and longer sequences. Default: cpu."""

@@ -30,7 +30,7 @@ from striped_attention.options import parse_mask
 from striped_attention.runtime.compiler import compiler_options
 from striped_attention.runtime.hardware import hardware_of
 from striped_attention.runtime.schedule import Transfer, transfers
-from striped_attention.strategies.choice import TileCount, assess, choose_strategy
+from striped_attention.strategies.choice import Assessment, TileCount, assess, choose_strategy
 from striped_attention.strategies.strategy import AUTO, parse_strategy
 from striped_attention.strategies.timeline import passes
 from striped_attention.strategies.workload import Workload
@@ -180,7 +180,7 @@ def plan(cases: list[Case]) -> Iterator[Row]:
         some = [group for group in (0, int(tiles.argmax()), len(tiles) - 1) if tiles[group] > NEARLY * tiles.max()]
         forward, backward = passes(workload, found.chosen, found.tiles, found.needed)
         alone = [dataclasses.replace(one, sent=0 * one.sent, exposed=0.0) for one in (forward, backward)]
-        wire = [float(one.transfer.sum() + one.exposed) for one in (forward, backward)]
+        wire = transfer_seconds(found)
         exposed = [one.seconds() - still.seconds() for one, still in zip((forward, backward), alone, strict=True)]
         yield {
             **case._asdict(),
@@ -191,6 +191,13 @@ def plan(cases: list[Case]) -> Iterator[Row]:
             "planned_transfer_seconds": {"forward": wire[0], "both": sum(wire)},
             "planned_exposed_seconds": {"forward": exposed[0], "both": sum(exposed)},
         }
+
+
+def transfer_seconds(found: Assessment) -> tuple[float, float]:
+    """How long the transfers of a layer's forward and backward pass are expected to take, hidden or not."""
+    both = passes(found.workload, found.chosen, found.tiles, found.needed)
+    forward, backward = (float(one.transfer.sum() + one.exposed) for one in both)
+    return forward, backward
 
 
 def check(cases: list[Case]) -> Iterator[Row]:

@@ -30,6 +30,8 @@ from striped_attention.core.mask import Mask
 from striped_attention.errors import UsageError
 from striped_attention.kernels.cudnn import binding as cudnn
 from striped_attention.runtime.record import usable_cores
+from striped_attention.training import memory
+from striped_attention.training.config import TrainConfig
 from striped_bench.bench.workers import Team
 
 
@@ -40,6 +42,7 @@ class Task:
         if mocked is not None:  # sharded autotuning waits for GPUs that are not there
             os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_shard_autotuning=false"
             jax.config.update("jax_mock_gpu_topology", f"{mocked}x1x1")
+        memory.reserve(TrainConfig.memory)
         if (reason := cudnn.unavailable()) is not None:
             raise UsageError(f"This suite measures cuDNN, at least to compare with. {reason}")
         self._results = iter(function(**options))
@@ -113,5 +116,5 @@ def _ranges(mask: Mask | None, own: Any, axis_name: Any, groups: np.ndarray) -> 
 def gpu() -> dict[str, Any]:
     """The one that exists."""
     device = jax.local_devices()[0]
-    memory = device.memory_stats()["bytes_limit"]
-    return {"name": device.device_kind, "memory_for_jax": memory, "cudnn": cudnn.version()}
+    limit = device.memory_stats()["bytes_limit"]
+    return {"name": device.device_kind, "memory_for_jax": limit, "cudnn": cudnn.version()}

@@ -1,14 +1,16 @@
 """The suite `step`: a whole training step of one member of a ring of GPUs, measured on one (see `mock.py` how).
 
-The step is that of `striped train`, optimiser included, in bfloat16, by kernel and strategy; rows say what the strategy
-`auto` became. Rows are the last member, which has the most to do where tokens are contiguous and the mask
-is causal, with each layout; with stripes also the first member; and the step *without attention*, so that the
-difference is what attention takes. Memory and transfers are those of the real program, which takes as long as the timed
-one and whatever transfers take that are not hidden: `hidden` counts the ring's that are, `wire_bytes` is all that a
-member sends. The check is a step on one GPU, each kernel against `xla`, and attention by every strategy, as in the
-suite `gpu`.
+The step is that of `striped train`, optimiser included, in bfloat16, by kernel, strategy and layout, settled for the
+memory of the GPU; rows say what became of the strategy `auto`, remat and chunk. Rows are the last member, which has the
+most to do where tokens are contiguous and the mask is causal, with each layout; with other layouts also the first
+member; and the step *without attention*, so that the difference is what attention takes. Memory and transfers are those
+of the real program, which takes as long as the timed one and whatever transfers take that are not hidden: `hidden`
+counts the ring's that are, `wire_bytes` is all that a member sends, and `planned_transfer_seconds` how long the planner
+expects that to take. The check is a step on one GPU, each kernel against `xla`, and attention by every strategy, as in
+the suite `gpu`.
 """
 
+import dataclasses
 import itertools
 import math
 import statistics
@@ -30,8 +32,11 @@ from striped_attention.kernels.choice import choose
 from striped_attention.models.llama import PRESETS
 from striped_attention.models.stages import AXES
 from striped_attention.planning.cost import attention_flops, estimate, matrix_flops
-from striped_attention.runtime.hardware import peak_flops
+from striped_attention.planning.setting import Setting
+from striped_attention.runtime.hardware import hardware_of, peak_flops
 from striped_attention.runtime.schedule import transfers
+from striped_attention.strategies.choice import TileCount, assess
+from striped_attention.training import memory
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.settle import settle
 from striped_attention.training.step import Program
@@ -52,7 +57,7 @@ def step(options: Options, result: Record) -> Progress:
     result["gpu"] = result["checks"][0]["gpu"]
     result["steps"] = []
     yield f"answers checked: steps on one GPU, and strategies, {max(c['worst'] for c in result['checks']):.1e} at most"
-    shared = {name: options[name] for name in ("chunk", "strategies", "text")}
+    shared = {name: options[name] for name in ("chunk", "strategies", "layouts", "text")}
     asked = (options[name] for name in ("presets", "lengths", "members", "kernels"))
     for preset, length, members, kernel in itertools.product(*asked):
         case = {"preset": preset, "length": length, "members": members, "kernel": kernel, **shared}
@@ -61,12 +66,15 @@ def step(options: Options, result: Record) -> Progress:
             yield row
     ring = (*RING, "strategy", "layout")
     rates = ("seconds", "tokens_per_second_per_gpu", "mfu", "attention_share", "outside_attention_seconds")
-    others = ("over_contiguous", "step_bound", "fits", "needed_bytes", "hidden", "transfers")
-    yield tabulate(result["summary"], *ring, *rates, *others)
+    others = ("over_contiguous", "step_bound", "remat", "fits", "needed_bytes", "hidden", "transfers")
+    yield tabulate(result["summary"], *ring, *rates, *others, "planned_transfer_seconds")
 
 
 class Case(NamedTuple):
-    """A model, a sequence and a ring; `devices` are those of the ring, not all of which need to exist."""
+    """A model, a sequence and a ring; `devices` are those of the ring, not all of which need to exist.
+
+    A step may use `room` bytes of a device, by default as many as a run plans with on such devices.
+    """
 
     preset: str
     length: int
@@ -76,25 +84,49 @@ class Case(NamedTuple):
     devices: list[Any]
     strategies: Sequence[str] = ("ring",)
     text: str = "whole"
+    layouts: Sequence[str] = ("contiguous", "striped")
+    room: float | None = None
+
+    @property
+    def documents(self) -> bool:
+        return self.text == "documents"
+
+    def asked(self, layout: str, strategy: str = "ring") -> TrainConfig:
+        """The options of training that this comes to."""
+        options: dict[str, Any] = dict(preset=self.preset, sequence_length=self.length, **layout_options(layout))
+        chunk = self.chunk if isinstance(self.chunk, int) else None
+        return TrainConfig(**options, chunk=chunk, kernel=self.kernel, strategy=strategy)
 
     def program(self, layout: str, rank: int, attend: Any = None, strategy: str = "ring") -> Program:
         """The training step with the first device as the member `rank`."""
-        options: dict[str, Any] = dict(preset=self.preset, sequence_length=self.length, layout=layout)
-        chunk = self.chunk if isinstance(self.chunk, int) else None
-        config = TrainConfig(**options, chunk=chunk, kernel=self.kernel, strategy=strategy)
         mesh = Mesh(np.roll(np.array(self.devices), rank).reshape(1, self.members), AXES.everything)
-        return Program(config, mesh, attend, documents=self.text == "documents")
+        device, sizes = self.devices[0], {str(axis): size for axis, size in mesh.shape.items()}
+        where = (sizes, self.documents, device.platform, device.device_kind, self.room)
+        return Program(settle(self.asked(layout, strategy), *where), mesh, attend, documents=self.documents)
+
+    def real(self, layout: str, rank: int, strategy: str) -> tuple[TrainConfig, dict[str, Any]]:
+        """The options that fit, as training finds them by compiling, and what is known of the whole program."""
+        program = self.program(layout, rank, strategy=strategy)
+        if self.room is not None:
+            program = memory.fitting(program, self.asked(layout, strategy), self.room, print)
+        return program.config, _real(program)
 
     def rates(self, taken: float, attention: bool) -> dict[str, float | None]:
         """What a member does a second, and how much of that is useful work, against its device's best."""
         model = PRESETS[self.preset]
         flops = matrix_flops(model, self.length)
         if attention:
-            mask = packed(self.length) if self.text == "documents" else causal()
+            mask = packed(self.length) if self.documents else causal()
             flops += attention_flops(model, visible_pairs(mask, self.length))
         peak = peak_flops(self.devices[0].device_kind)
         mfu = None if peak is None else flops / self.members / taken / peak
         return {"tokens_per_second_per_gpu": self.length / self.members / taken, "mfu": mfu}
+
+
+def layout_options(layout: str) -> dict[str, Any]:
+    """The options of `striped train` for a layout; stripes without a width are as wide as training makes them."""
+    name, _, stripe = layout.strip(" )").partition("(")
+    return {"layout": name, "stripe": int(stripe) if stripe else None}
 
 
 def without_attention(q: Any, k: Any, v: Any, mask: Any) -> Any:
@@ -104,15 +136,16 @@ def without_attention(q: Any, k: Any, v: Any, mask: Any) -> Any:
 
 def measure(preset: str, length: int, members: int, chunk: int | str, kernel: str, **more: Any) -> Iterator[Row]:
     """The rows of a ring of GPUs."""
-    case = Case(preset, length, members, chunk, kernel, jax.devices(), **more)
-    return measure_case(case, mock.gpu()["memory_for_jax"])
+    room = float(mock.gpu()["memory_for_jax"])
+    return measure_case(Case(preset, length, members, chunk, kernel, jax.devices(), room=room, **more))
 
 
-def measure_case(case: Case, limit: int | None = None) -> Iterator[Row]:
-    """Rows, in the order of how much they are worth if there is no time for all. `limit` is a device's memory."""
-    last = case.members - 1
-    parts = [("contiguous", last, True), ("striped", last, True), ("striped", last, False), ("striped", 0, True)]
-    real: dict[Any, dict[str, Any]] = {}
+def measure_case(case: Case) -> Iterator[Row]:
+    """Rows, in the order of how much they are worth if there is no time for all."""
+    last, others = case.members - 1, [layout for layout in case.layouts if layout != "contiguous"]
+    parts = [(layout, last, True) for layout in case.layouts]
+    parts += [(case.layouts[-1], last, False), *((layout, 0, True) for layout in others)]
+    real: dict[Any, tuple[TrainConfig, dict[str, Any]]] = {}
     fresh: dict[int, Any] = {}
     done = set()
     for (layout, rank, attention), asked in itertools.product(parts, case.strategies):
@@ -121,35 +154,55 @@ def measure_case(case: Case, limit: int | None = None) -> Iterator[Row]:
         if (part := (layout, rank, attention and strategy)) in done:
             continue
         done.add(part)
-        row: dict[str, Any] = {name: getattr(case, name) for name in RING}
-        row |= {"strategy": strategy, "layout": repr(program.compute.layout), "rank": rank, "attention": attention}
-        row |= {"remat": program.config.remat, "chunk": program.config.chunk}
         found, same = None, (layout, strategy)
         try:
             if same not in real:
-                real[same] = _real(case.program(layout, rank, strategy=strategy))
-            if limit is None or real[same]["needed_bytes"] <= limit:
+                real[same] = case.real(layout, rank, strategy)
+            program = dataclasses.replace(program, config=real[same][0])
+            if case.room is None or real[same][1]["needed_bytes"] <= case.room:
                 fresh[rank] = fresh.get(rank) or _fresh(program)
                 found = timed(program, fresh[rank])
-                found |= case.rates(found["seconds"], attention) | (real[same] if attention else {})
+                found |= case.rates(found["seconds"], attention) | (real[same][1] if attention else {})
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-        needed = real.get(same, {}).get("needed_bytes")
+        row: dict[str, Any] = {name: getattr(case, name) for name in RING}
+        row |= {"strategy": strategy, "layout": repr(program.compute.layout), "rank": rank, "attention": attention}
+        row |= {"remat": program.config.remat, "chunk": program.config.chunk}
+        needed = real[same][1]["needed_bytes"] if same in real else None
         yield row | ({"fits": False, "needed_bytes": needed} if found is None else {"fits": True, **found})
 
 
 def _real(program: Program) -> dict[str, Any]:
     """What the program says that is not timed: the memory it needs, and its transfers around the ring."""
     compiled = program.compiled
-    memory = compiled.memory_analysis()
-    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    stats = compiled.memory_analysis()
+    kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     sent = transfers(str(compiled.as_text()))
     mesh = {str(axis): size for axis, size in program.mesh.shape.items()}
+    wire = estimate(program.config, mesh).wire
     return {
-        "needed_bytes": kept + memory.temp_size_in_bytes,
+        "needed_bytes": kept + stats.temp_size_in_bytes,
         **{"transfers": len(sent), "hidden": sum(transfer.hidden for transfer in sent)},
-        "wire_bytes": estimate(program.config, mesh).wire,
+        "wire_bytes": wire,
+        **_planned(program, sum(size for what, size in wire.items() if what.startswith("weights"))),
+    }
+
+
+def _planned(program: Program, weights: int) -> dict[str, Any]:
+    """How long a step's transfers are expected to take, hidden or not; `weights` are bytes of weights and gradients."""
+    config, compute, device = program.config, program.compute, program.mesh.devices.flat[0]
+    hardware = hardware_of(device.platform, device.device_kind)
+    mask = packed(compute.length) if program.documents else causal()
+    setting = Setting(compute.devices, compute.length, mask, hardware, config.model, precision=config.dtype)
+    chosen = {name: getattr(compute, name) for name in ("layout", "kernel", "remat", "chunk", "strategy")}
+    workload = dataclasses.replace(setting, **chosen).workload
+    forward, backward = gpu.transfer_seconds(assess(workload, TileCount(mask, compute.length)))
+    again = forward if compute.remat == "full" else 0.0
+    attention = config.model.layers * (forward + backward + again)
+    return {
+        "planned_for": hardware.name,
+        "planned_transfer_seconds": attention + weights / hardware.gather_wire(compute.devices),
     }
 
 
@@ -168,8 +221,8 @@ def timed(program: Program, fresh: Callable[[], Any]) -> dict[str, Any]:
     compiling = time.perf_counter() - begun
     inputs = program.place(batch)
     times = sample(lambda: seconds(compiled, jax.block_until_ready(fresh()), inputs))
-    memory = jax.local_devices()[0].memory_stats() or {}
-    return {**times, "compile_seconds": compiling, "process_peak_bytes": memory.get("peak_bytes_in_use")}
+    used = jax.local_devices()[0].memory_stats() or {}
+    return {**times, "compile_seconds": compiling, "process_peak_bytes": used.get("peak_bytes_in_use")}
 
 
 def sample(once: Callable[[], float]) -> dict[str, Any]:
@@ -217,17 +270,24 @@ def summary(rows: list[Row]) -> Iterator[Row]:
 
 
 def check(
-    presets: list[str], members: list[int], lengths: list[int], kernels: list[str], strategies: list[str], text: str
+    presets: list[str],
+    members: list[int],
+    lengths: list[int],
+    kernels: list[str],
+    strategies: list[str],
+    layouts: list[str],
+    text: str,
 ) -> Iterator[Row]:
     """The kernels can do all that is asked and give right answers on one GPU, and attention by every strategy does."""
     documents, platform, kind = text == "documents", jax.default_backend(), jax.local_devices()[0].device_kind
+    room = memory.available(TrainConfig.memory)
     cases = []
-    asked = itertools.product(presets, members, lengths, kernels, strategies, ("contiguous", "striped"))
+    asked = itertools.product(presets, members, lengths, kernels, strategies, layouts)
     for preset, count, length, kernel, strategy, name in asked:
-        options: dict[str, Any] = dict(preset=preset, sequence_length=length, layout=name, kernel=kernel)
-        config = TrainConfig(**options, strategy=strategy)
+        options: dict[str, Any] = dict(preset=preset, sequence_length=length, kernel=kernel)
+        config = TrainConfig(**options, **layout_options(name), strategy=strategy)
         try:
-            config = settle(config, {"data": 1, "sequence": count}, documents, platform, kind)
+            config = settle(config, {"data": 1, "sequence": count}, documents, platform, kind, room)
             layout = config.make_layout(count, documents, platform)
             choose(kernel, config.request(layout, count, documents, platform))
         except NotImplementedError as error:
