@@ -54,7 +54,11 @@ def _wrapped(part: str) -> str:
 
 def _figure(section: Section, heading: str = "") -> list[str]:
     first = [heading + section.title] if heading else []
-    return [*first, f"![{section.title}](figures/{section.name}.svg)", section.caption, f"*{section.source}*"]
+    drawn = [*first, f"![{section.title}](figures/{section.name}.svg)", section.caption]
+    if section.table is not None:
+        lines = [section.table.head, ["---"] * len(section.table.head), *section.table.rows]
+        drawn.append("\n".join(f"| {' | '.join(cells)} |" for cells in lines))
+    return [*drawn, f"*{section.source}*"]
 
 
 def _attention(documents: list[Document]) -> list[dict[str, Any]]:

@@ -81,6 +81,21 @@ def overhead():
     return content("overhead", rows=rows)
 
 
+def trainers(fits=True):
+    """Two trainers on whole sequences and on packed documents; without `fits` torch has too little memory."""
+    rows = []
+    for text, ours in (("whole", 30_123.0), ("documents", 75_432.0)):
+        case = {"preset": "1b", "length": 32_768, "text": text}
+        more = {"mfu": 0.45, "memory": 63_300_000_000}
+        if fits:
+            more |= {"over_torch": ours / 61_234, "loss_difference": 0.002}
+        rows.append({**case, "trainer": "striped", "fits": True, "tokens_per_second": ours, **more})
+        theirs = {"tokens_per_second": 61_234.0, "recompute": True, "over_torch": 1.0} if fits else {}
+        rows.append({**case, "trainer": "torch", "fits": fits, **theirs})
+    versions = {"striped-attention": __version__, "jax": "0.10.2", "torch": "2.9.0"}
+    return content("trainers", trainers=rows, gpu={"name": "NVIDIA H200"}, versions=versions)
+
+
 def evaluated(name="long", loss=1.0, found=3):
     ranges = [{"from": 0, "to": 255, "tokens": 9, "loss": 2.0}, {"from": 256, "to": 511, "tokens": 9, "loss": loss}]
     cells = [{"length": n, "depth": d, "draws": 4, "correct": found, "loss": 0.1} for n in (256, 512) for d in (0, 100)]
@@ -97,6 +112,7 @@ SMALL = {
     "accuracy": (positions, "The largest error of any check is 1e-06"),
     "positions": (evaluated, "long has a loss of 1.00 with contexts of up to 512 tokens"),
     "needles": (evaluated, "Needles in haystacks: long finds 75%"),
+    "trainers": (trainers, "0.49 times that of plain PyTorch on whole sequences and 1.23 times"),
     "overhead": (overhead, "With 1,024 tokens, attention takes most of the time: 50 %"),
 }
 
@@ -116,6 +132,39 @@ def test_a_small_result_makes_a_figure_whose_title_is_the_finding(name):
     text = draw(found[name])
     assert text.startswith("<svg")
     assert "<text" in text, "words stay words, which a reader can search"
+
+
+def test_trainers_are_drawn_and_listed(tmp_path):
+    """Through the command: tokens per second of both, whole and packed, with hardware and versions."""
+    path, output = tmp_path / "trainers.json", tmp_path / "report.html"
+    path.write_text(json.dumps(trainers()))
+    assert main(["report", str(path), "--output", str(output)]) == 0
+    text = output.read_text()
+    (rows,) = re.findall(r'<section id="trainers">.*?<tbody>(.*?)</tbody>', text, re.DOTALL)
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in rows.strip().splitlines() if "<td>" in row]
+    assert [row[2:6] for row in rows] == [
+        ["whole sequences", "striped", "30,123", "0.49"],
+        ["whole sequences", "torch, recomputing every layer", "61,234", "1.00"],
+        ["packed documents", "striped", "75,432", "1.23"],
+        ["packed documents", "torch, recomputing every layer", "61,234", "1.00"],
+    ]
+    assert rows[0][6:] == ["45.0%", "63.3 GB", "2.0e-03", "NVIDIA H200", "jax 0.10.2"]
+    assert rows[1][-1] == "torch 2.9.0"
+    bars = text[text.index('<section id="trainers">') :]
+    assert [f">{rate}</text>" in bars for rate in ("30,123", "75,432", "61,234")] == [True] * 3
+
+
+def test_a_trainer_that_does_not_fit_is_listed_without_a_bar():
+    """And of a case that was measured twice the later counts."""
+    old, new = trainers(), trainers(fits=False)
+    old["started"] = "2025-01-01T00:00:00+00:00"
+    documents = [Document(pathlib.Path(name), x) for name, x in (("old.json", old), ("new.json", new))]
+    (section,) = (section for section in gather(documents).sections if section.name == "trainers")
+    assert section.title == "striped train with its defaults trains on 30,123 to 75,432 tokens per second"
+    assert [row[4] for row in section.table.rows] == ["30,123", "does not fit", "75,432", "does not fit"]
+    assert ">61,234</text>" not in draw(section)
+    assert "new.json" in section.source
+    assert "old.json" not in section.source
 
 
 def test_models_are_drawn_side_by_side():

@@ -4,13 +4,19 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from striped_bench.report import accuracy, balance, context, cost, speed
+from striped_bench.report import accuracy, balance, context, cost, speed, training
 from striped_bench.report.read import Document
 from striped_bench.report.section import WORDS, Finding, NoData, Section, make_section
 
 _MAKERS: dict[str, Callable[[Sequence[Document]], Finding]] = {
     **{"work": balance.work, "timeline": balance.timeline, "speedup-gpu": speed.gpus, "speedup-cpu": speed.cpus},
-    **{"kernels": cost.kernels, "steps": cost.steps, "overhead": cost.overhead, "scaling": speed.scaling},
+    **{
+        "kernels": cost.kernels,
+        "steps": cost.steps,
+        "trainers": training.trainers,
+        "overhead": cost.overhead,
+        "scaling": speed.scaling,
+    },
     **{"throughput": cost.throughput, "tiles": speed.tiles, "masks": functools.partial(speed.masks, platform="cpu")},
     **{"masks_gpu": functools.partial(speed.masks, platform="gpu"), "decode": cost.traffic, "memory": cost.memory},
     **{"accuracy": accuracy.accuracy, "peers": cost.peers},

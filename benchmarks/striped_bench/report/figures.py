@@ -244,7 +244,11 @@ def stacks(rows: Sequence[tuple[str, Mapping[str, Number], str]], colours: Mappi
 
 
 def groups(
-    rows: Mapping[str, Mapping[str, Number]], bounds: Mapping[str, Number], y_label: str, colours: Callable[[str], str]
+    rows: Mapping[str, Mapping[str, Number]],
+    bounds: Mapping[str, Number],
+    y_label: str,
+    colours: Callable[[str], str],
+    form: str = ".2f",
 ) -> Figure:
     """Bars side by side: for every group a bar by name, and a dashed line over the group where it has a bound."""
     made = figure(3.4)
@@ -257,12 +261,13 @@ def groups(
         axes.bar(places, heights, width * 0.9, color=colour(colours(name)), label=name)
         place: Any = {"textcoords": "offset points", "ha": "center", "va": "top", "fontsize": 7.5}
         for x, y in zip(places, heights, strict=True):
-            axes.annotate(f"{y:.2f}", (x, y), (0, -3), color=colour("paper"), **place)
+            axes.annotate(format(y, form), (x, y), (0, -3), color=colour("paper"), **place)
     for g, name in enumerate(rows):
         if name in bounds:
             label = "bound" if g == 0 else None
             axes.plot([g - 0.42, g + 0.42], [bounds[name]] * 2, "--", color=colour("ink"), linewidth=1.2, label=label)
     axes.set_xticks(range(len(rows)), [name.replace("(", "\n(") for name in rows])
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.set(ylabel=y_label)
     axes.grid(True, axis="y")
     legend_below(made, [axes], 5)

@@ -43,6 +43,7 @@ class Document(NamedTuple):
         if self.benchmark in ("train", "evaluate") and devices.get("kind", "cpu") != "cpu":
             return f"{math.prod(devices['mesh'].values())} × {devices['kind']}"
         gpu = self.content.get("gpu", {}).get("name") or known.get("gpu")
+        gpu = None if gpu == "cpu" else gpu  # the suite `trainers`, where there is none
         cpu = f"{known['cpu']}, {known['cores_usable']} cores" if {"cpu", "cores_usable"} <= set(known) else None
         return gpu or cpu or "hardware not recorded"
 

@@ -25,12 +25,20 @@ class NoData(Exception):
     """These documents have nothing for a figure."""
 
 
+class Table(NamedTuple):
+    """The numbers of a figure, as text: the heads of columns, and rows."""
+
+    head: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
 class Finding(NamedTuple):
     """What a section is made of: numbers for its words, the documents they are from, and how to draw it."""
 
     numbers: Mapping[str, Any]
     sources: Sequence[Document]
     draw: Callable[[], Figure]
+    table: Table | None = None
 
 
 class Section(NamedTuple):
@@ -41,6 +49,7 @@ class Section(NamedTuple):
     caption: str
     source: str
     draw: Callable[[], Figure]
+    table: Table | None = None
 
 
 def make_section(name: str, finding: Finding) -> Section:
@@ -52,7 +61,7 @@ def make_section(name: str, finding: Finding) -> Section:
     source = "Counted by striped plan when this report was made; nothing was measured."
     if together:
         source = "From " + "; ".join(f"{', '.join(names)} ({what})" for what, names in together.items()) + "."
-    return Section(name, fill(WORDS[name]["title"]), fill(WORDS[name]["caption"]), source, finding.draw)
+    return Section(name, fill(WORDS[name]["title"]), fill(WORDS[name]["caption"]), source, finding.draw, finding.table)
 
 
 def newest(documents: Iterable[Document], where: str, key: tuple[str, ...]) -> tuple[list[Row], tuple[Document, ...]]:
