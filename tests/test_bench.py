@@ -29,7 +29,6 @@ from striped_attention.runtime.hardware import hardware_of
 from striped_attention.strategies import exchange
 from striped_attention.strategies.problem import Problem
 from striped_attention.strategies.strategy import AUTO, parse_strategy
-from striped_attention.strategies.timeline import LATENCY
 from striped_attention.strategies.work import count_pairs
 from tests.team import Here
 
@@ -148,7 +147,7 @@ def test_a_plan_settles_strategies_and_says_what_cannot_be_measured():
     assert ["must divide the 4 devices" in row["refused"] for row in rows if "refused" in row] == [True, False]
     ring, heads, gather = rows[:3]
     assert (ring["ranks"], heads["ranks"]) == ([0, 3], [0]), "with all heads shared out devices have the same work"
-    message = ring["hop_bytes"] / hardware_of("cpu").wire + LATENCY
+    message = ring["hop_bytes"] / hardware_of("cpu").wire + hardware_of("cpu").latency
     assert ring["planned_transfer_seconds"]["forward"] == pytest.approx(3 * message)
     assert gather["planned_exposed_seconds"]["forward"] < gather["planned_transfer_seconds"]["forward"]
     assert heads["planned_exposed_seconds"] == pytest.approx(heads["planned_transfer_seconds"])

@@ -21,7 +21,7 @@ from striped_attention.planning.plan import MATRIX_EFFICIENCY, MEASURED_REMAT, M
 from striped_attention.planning.work import count_tile_rows, count_tiles
 from striped_attention.runtime.hardware import HARDWARE
 from striped_attention.strategies.hops import needed_hops
-from striped_attention.strategies.timeline import LATENCY, Pass
+from striped_attention.strategies.timeline import Pass
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 LAYOUTS = {
@@ -209,14 +209,14 @@ def test_a_ring_waits_for_the_busiest_neighbour_and_for_the_wire():
     quick = Pass(**base, sent=np.array([1.0, 0.0]), wire=2.0).timeline()
     np.testing.assert_array_equal(quick.begin, [[0, 2], [0, 1], [0, 1]])
     assert quick.seconds == 3
-    slow = Pass(**base, sent=np.array([3.0, 0.0]), wire=1.0).timeline()
-    np.testing.assert_array_equal(slow.begin, [[0, 3 + LATENCY]] * 3)
-    assert slow.seconds == 4 + LATENCY
+    slow = Pass(**base, sent=np.array([3.0, 0.0]), wire=1.0, latency=0.25).timeline()
+    np.testing.assert_array_equal(slow.begin, [[0, 3.25]] * 3)
+    assert slow.seconds == 4.25
     # A device that is late keeps its neighbours' next transfers waiting, not the others'.
     tiles = np.array([[3, 1, 1, 1, 1], [1] * 5, [1] * 5])
     base |= dict(tiles=tiles, block=np.arange(3), part=np.ones(3))
-    late = Pass(**base, sent=np.array([0.5, 0.5, 0.0]), wire=1.0).timeline()
-    np.testing.assert_array_equal(late.begin[:, 2], [4, 3.5 + LATENCY, 2, 2, 3.5 + LATENCY])
+    late = Pass(**base, sent=np.array([0.5, 0.5, 0.0]), wire=1.0, latency=0.25).timeline()
+    np.testing.assert_array_equal(late.begin[:, 2], [4, 3.75, 2, 2, 3.75])
 
 
 def test_a_causal_plan_finds_the_known_speedup():
@@ -300,7 +300,7 @@ def test_a_ring_that_leaves_its_node_waits_for_the_slower_wire():
     assert within.hidden
     assert not beyond.hidden
     forward, _ = beyond.timelines()
-    np.testing.assert_allclose(forward.transfer[:-1], 2 * 4096 * 16 * 128 * 2 / 50e9 + LATENCY)
+    np.testing.assert_allclose(forward.transfer[:-1], 2 * 4096 * 16 * 128 * 2 / 50e9 + HARDWARE["h100"].far_latency)
     assert beyond.forward_seconds == pytest.approx(15 * forward.transfer[0] + forward.work[0, -1])
     assert beyond.waiting == pytest.approx(1 - (_mean(beyond, 0) + _mean(beyond, 1)) / beyond.attention_seconds)
     assert "wait for the wire" in sa.plan(16, 65_536, model="1b", hardware="h100").reason
@@ -389,6 +389,7 @@ def test_the_documentation_has_the_table_of_hardware():
     text = (RESULTS.parent.parent / "docs" / "planning.md").read_text()
     for h in HARDWARE.values():
         figures = [h.peak / 1e12, h.memory / 1e9, h.bandwidth / 1e9, h.wire / 1e9, h.group, h.far_wire / 1e9]
+        figures += [h.latency * 1e6, h.far_latency * 1e6]
         assert f"| {h.name} | {' | '.join(f'{x:g}' for x in figures)} | {h.source} |" in text
 
 

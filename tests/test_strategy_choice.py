@@ -18,7 +18,7 @@ from striped_attention.runtime.sharding import fast_neighbours
 from striped_attention.strategies.choice import choose_strategy, fastest_that_fits
 from striped_attention.strategies.hops import make_rings
 from striped_attention.strategies.strategy import RING, candidates
-from striped_attention.strategies.timeline import LATENCY, passes
+from striped_attention.strategies.timeline import passes
 from striped_attention.strategies.workload import adapted, messages_of
 from tests.compare import FLOAT32_TOLERANCE, Shape, mesh_of, random_segments
 from tests.test_ring import hops
@@ -76,7 +76,26 @@ def test_trades_between_nodes_are_slow_for_the_part_that_leaves_them():
     (found,) = (one for one in sa.plan(16, 65_536, strategies=["heads"]).strategies if one.strategy.heads == 16)
     sent, hardware = found.workload.messages.trade, HARDWARE["h100"]
     forward, _ = passes(found.workload, found.chosen, found.tiles, found.needed)
-    assert forward.exposed == pytest.approx(sent * 8 / 15 / hardware.far_wire + 2 * LATENCY)
+    assert forward.exposed == pytest.approx(sent * 8 / 15 / hardware.far_wire + 2 * hardware.far_latency)
+
+
+def test_messages_have_the_latency_of_their_links():
+    """Within a node, between nodes, and in a double ring, whose hop between nodes has a whole inner round."""
+    h100, v5p = HARDWARE["h100"], HARDWARE["v5p"]
+    assert h100.latency < h100.far_latency
+    assert v5p.latency < h100.latency, "a hop over ICI needs no kernel"
+    asked = [sa.strategy(heads=8), sa.strategy(gather=8), sa.strategy(inner=8)]
+    found = {str(one.strategy): one for one in sa.plan(16, 65_536, strategies=asked).strategies}
+    assert {name: one.workload.latency for name, one in found.items()} == {
+        **dict.fromkeys(("ring", "heads=8", "gather=8"), h100.far_latency),
+        "inner=8": h100.latency,
+    }
+    assert sa.plan(8, 65_536, strategies=["ring"]).best.workload.latency == h100.latency
+    for name, waits in (("heads=8", 2), ("gather=8", 1)):
+        one = found[name]
+        slower = dataclasses.replace(one.workload, hardware=dataclasses.replace(h100, latency=h100.latency + 1.0))
+        (before, _), (after, _) = (passes(x, one.chosen, one.tiles, one.needed) for x in (one.workload, slower))
+        assert after.exposed - before.exposed == pytest.approx(waits), name
 
 
 def test_gathered_shards_enter_a_node_once_by_all_of_its_interfaces():

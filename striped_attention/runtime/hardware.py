@@ -2,14 +2,14 @@
 
 FLOP/s are dense bf16, the CPU's float32. A wire is one way, from a device to the next of its ring: `wire` to one of the
 same group (a node, a pod), `far_wire` to another one. Where a ring leaves its group that hop is the slowest, and all
-wait for it.
+wait for it. Every message takes a latency besides its bytes, by the kind of its wire: see `NVLINK` and the others.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-GIGA, TERA = 1e9, 1e12
+GIGA, TERA, MICRO = 1e9, 1e12, 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,8 @@ class Hardware:
     wire: float  # bytes/s, one way
     group: int  # devices
     far_wire: float  # bytes/s, one way, a device's share
+    latency: float  # seconds of a message on `wire` besides its bytes
+    far_latency: float  # the same on `far_wire`
     source: str
     links: int = 1  # wires of a device that an all-gather can use at once
 
@@ -46,31 +48,38 @@ class Hardware:
 
 
 _NDR = "InfiniBand NDR: a port of 400 Gb/s for each GPU (DGX H100, H200 and B200 user guides)"
+# Latencies of a message by kind of link, in seconds. GPUs: what NCCL's own model (src/graph/tuning.cc, ring, protocol
+# Simple) takes for a collective, 8.4 µs, and for a step over NVLink, 3.4 µs, or over the network, 14 µs. TPUs: about
+# 1 µs for a hop over ICI (jax-ml.github.io/scaling-book/sharding). The data-centre network and CPUs are assumed.
+NVLINK, INFINIBAND = (8.4 + 3.4) * MICRO, (8.4 + 14.0) * MICRO
+ICI, DATA_CENTRE, CPU = 1 * MICRO, 20 * MICRO, 20 * MICRO
+_GPUS, _TPUS, _CPUS = (NVLINK, INFINIBAND), (ICI, DATA_CENTRE), (CPU, CPU)
+
 _ICI = "wire: one ICI link, one way; far: data-centre network, a chip's share"
 # fmt: off
 _TABLE = (
-    #        name    kinds              platform     peak     memory    bandwidth      wire  group   far wire
-    Hardware("a100", ("a100",),          "gpu",  312*TERA,   80*GIGA,  2039*GIGA,  300*GIGA,    8, 25*GIGA,
+    #        name    kinds              platform     peak     memory    bandwidth      wire  group   far wire latencies
+    Hardware("a100", ("a100",),          "gpu",  312*TERA,   80*GIGA,  2039*GIGA,  300*GIGA,    8, 25*GIGA, *_GPUS,
              "A100 80GB SXM data sheet; NVLink 3: 600 GB/s both ways; InfiniBand HDR: a port of 200 Gb/s for each GPU"),
-    Hardware("h100", ("h100",),          "gpu",  989*TERA,   80*GIGA,  3350*GIGA,  450*GIGA,    8, 50*GIGA,
+    Hardware("h100", ("h100",),          "gpu",  989*TERA,   80*GIGA,  3350*GIGA,  450*GIGA,    8, 50*GIGA, *_GPUS,
              f"H100 SXM data sheet (1979 TFLOP/s with sparsity); NVLink 4: 900 GB/s both ways; {_NDR}"),
-    Hardware("h200", ("h200",),          "gpu",  989*TERA,  141*GIGA,  4800*GIGA,  450*GIGA,    8, 50*GIGA,
+    Hardware("h200", ("h200",),          "gpu",  989*TERA,  141*GIGA,  4800*GIGA,  450*GIGA,    8, 50*GIGA, *_GPUS,
              f"H200 data sheet (1979 TFLOP/s with sparsity); NVLink 4: 900 GB/s both ways; {_NDR}"),
-    Hardware("b200", ("b200",),          "gpu", 2250*TERA,  180*GIGA,  8000*GIGA,  900*GIGA,    8, 50*GIGA,
+    Hardware("b200", ("b200",),          "gpu", 2250*TERA,  180*GIGA,  8000*GIGA,  900*GIGA,    8, 50*GIGA, *_GPUS,
              f"HGX B200 data sheet (4.5 PFLOP/s with sparsity); NVLink 5: 1800 GB/s both ways; {_NDR}"),
-    Hardware("v4",   ("tpu v4",),        "tpu",  275*TERA, 34.4*GIGA,  1200*GIGA,   50*GIGA, 4096, 3.1*GIGA,
+    Hardware("v4",   ("tpu v4",),        "tpu",  275*TERA, 34.4*GIGA,  1200*GIGA,   50*GIGA, 4096, 3.1*GIGA, *_TPUS,
              f"cloud.google.com/tpu/docs/v4: 32 GiB, 2400 Gb/s a chip over 6 links; {_ICI}, taken to be v5p's half",
              links=6),
-    Hardware("v5e",  ("tpu v5 lite", "tpu v5e"), "tpu", 197*TERA, 16*GIGA, 819*GIGA, 50*GIGA, 256, 3.1*GIGA,
+    Hardware("v5e",  ("tpu v5 lite", "tpu v5e"), "tpu", 197*TERA, 16*GIGA, 819*GIGA, 50*GIGA, 256, 3.1*GIGA, *_TPUS,
              f"cloud.google.com/tpu/docs/v5e: ICI 400 GB/s both ways over 4 ports, 6.4 Tb/s for a pod of 256; {_ICI}",
              links=4),
-    Hardware("v5p",  ("tpu v5",),        "tpu",  459*TERA,   95*GIGA,  2765*GIGA,  100*GIGA, 8960, 6.25*GIGA,
+    Hardware("v5p",  ("tpu v5",),        "tpu",  459*TERA,   95*GIGA,  2765*GIGA,  100*GIGA, 8960, 6.25*GIGA, *_TPUS,
              f"cloud.google.com/tpu/docs/v5p: ICI 1200 GB/s both ways over 6 ports, 50 Gb/s a chip; {_ICI}", links=6),
-    Hardware("v6e",  ("tpu v6 lite", "tpu v6e"), "tpu", 918*TERA, 32*GIGA, 1638*GIGA, 100*GIGA, 256, 12.5*GIGA,
+    Hardware("v6e",  ("tpu v6 lite", "tpu v6e"), "tpu", 918*TERA, 32*GIGA, 1638*GIGA, 100*GIGA, 256, 12.5*GIGA, *_TPUS,
              f"cloud.google.com/tpu/docs/v6e: ICI 800 GB/s both ways over 4 ports, 100 Gb/s a chip; {_ICI}", links=4),
-    Hardware("cpu",  (),                 "cpu", 0.082*TERA,  12*GIGA,    21*GIGA,    1*GIGA,    2,  1*GIGA,
+    Hardware("cpu",  (),                 "cpu", 0.082*TERA,  12*GIGA,    21*GIGA,    1*GIGA,    2,  1*GIGA, *_CPUS,
              "one core of the AMD EPYC of benchmarks/results/cpu_balance.json: a product of 2048 × 2048 matrices in "
-             "float32 and a copy, measured; its share of the memory; wires assumed"),
+             "float32 and a copy, measured; its share of the memory; wires and latency assumed"),
 )
 # fmt: on
 HARDWARE = {device.name: device for device in _TABLE}

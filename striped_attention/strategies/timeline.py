@@ -19,8 +19,6 @@ from striped_attention.strategies.messages import FLOAT32
 from striped_attention.strategies.work import Counts
 from striped_attention.strategies.workload import Workload
 
-LATENCY = 20e-6  # seconds of a message besides its bytes; assumed
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Timeline:
@@ -52,6 +50,7 @@ class Pass:
     sent: np.ndarray
     wire: float
     exposed: float = 0.0  # seconds of transfers that nothing hides
+    latency: float = 0.0  # seconds of a step's messages besides their bytes
 
     def work(self, tiles: np.ndarray, step: Any) -> np.ndarray:
         return (tiles * self.per_tile + self.per_step) * self.part[step]
@@ -63,7 +62,7 @@ class Pass:
     @property
     def transfer(self) -> np.ndarray:
         """Seconds that each step's messages take."""
-        return self.sent / self.wire + LATENCY * (self.sent > 0)
+        return self.sent / self.wire + self.latency * (self.sent > 0)
 
     def is_hidden(self, most: np.ndarray) -> bool:
         """Whether the wire is never slower than the busiest device, which has this many tiles of every block."""
@@ -103,7 +102,8 @@ def _trade_seconds(workload: Workload) -> float:
     if workload.strategy.heads == 1:
         return 0.0
     _, far = messages.slow(hardware.group)
-    return max((messages.trade - far) / hardware.wire, far / hardware.far_wire) + 2 * LATENCY
+    seconds = max((messages.trade - far) / hardware.wire, far / hardware.far_wire)
+    return seconds + 2 * workload.latency_of(workload.strategy.heads)
 
 
 def passes(workload: Workload, chosen: Choice, tiles: Counts, needed: np.ndarray) -> tuple[Pass, Pass]:
@@ -117,7 +117,7 @@ def passes(workload: Workload, chosen: Choice, tiles: Counts, needed: np.ndarray
         per_tile = factor * wide * tile_flops(workload, chosen.tile) / (rate.efficiency * hardware.peak)
         per_step = rate.query_bytes * messages.queries / hardware.bandwidth + rate.seconds
         where = np.array(order), np.array(part), per_tile, per_step, np.array(sent), workload.wire
-        return Pass(blocks, *where, exposed)
+        return Pass(blocks, *where, exposed, workload.latency)
 
     again = 2 if workload.again else 1
     more = FLOAT32 / messages.width  # gradients of keys and values are float32
@@ -130,7 +130,8 @@ def passes(workload: Workload, chosen: Choice, tiles: Counts, needed: np.ndarray
     if strategy.gather > 1:
         gathered = messages.gather / (messages.hops + 1) * workload.wire / workload.gather_wire
     share = 1 / messages.groups if overlaps else 1.0
-    wait = gathered * share / workload.wire + (LATENCY if strategy.gather > 1 else 0.0)
+    wait = gathered * share / workload.wire
+    wait += workload.latency_of(strategy.group) if strategy.gather > 1 else 0.0
     sums = more if overlaps else 2 * more
     kv = float(messages.hop)
     order = list(range(hops + 1))

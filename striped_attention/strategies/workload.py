@@ -41,13 +41,28 @@ class Workload:
     @property
     def wire(self) -> float:
         """Bytes per second of the slowest hop. A double ring leaves a node once per round, during the whole of it."""
-        slow, hardware, strategy = self.wire_of(self.plain.devices), self.hardware, self.strategy
-        double = len(rings_of(self.plain, strategy)) > 1 and hardware.group % (strategy.group * strategy.inner) == 0
-        return min(hardware.wire, slow * strategy.inner) if double else slow
+        slow = self.wire_of(self.plain.devices)
+        return min(self.hardware.wire, slow * self.strategy.inner) if self.is_double else slow
+
+    @property
+    def latency(self) -> float:
+        """Seconds of the slowest hop besides its bytes, or of a step that gathers keys and makes no hops."""
+        slow = self.latency_of(self.plain.devices)
+        return max(self.hardware.latency, slow / self.strategy.inner) if self.is_double else slow
+
+    @property
+    def is_double(self) -> bool:
+        """Whether there are inner rings, each of which stays within a node."""
+        size = self.strategy.group * self.strategy.inner
+        return len(rings_of(self.plain, self.strategy)) > 1 and self.hardware.group % size == 0
 
     def wire_of(self, neighbours: int) -> float:
         """Bytes per second among so many neighbours."""
         return self.hardware.wire if neighbours <= self.hardware.group else self.hardware.far_wire
+
+    def latency_of(self, neighbours: int) -> float:
+        """Seconds of a message among so many neighbours, besides its bytes."""
+        return self.hardware.latency if neighbours <= self.hardware.group else self.hardware.far_latency
 
     @property
     def gather_wire(self) -> float:
