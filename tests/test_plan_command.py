@@ -34,6 +34,23 @@ def test_a_plan_names_the_best_layout_and_draws_the_imbalance(capsys):
     assert "computes 123.21 TFLOP" in text  # 7 × (256 Ki)² / 8 × 16 × 128 × 2 of useful ones, and a little more
 
 
+def test_nodes_of_other_sizes(capsys):
+    """A ring of 4 GPUs leaves nodes of 2, and double rings and heads are then those of 2 neighbours."""
+    code, text, _ = run(capsys, "--devices", 4, "--length", "64k", "--devices-per-node", 2)
+    assert code == 0
+    assert "on 4 × h100, 2 per node, llama3-8b" in text
+    assert "inner=2" in text
+    assert "heads=2" in text
+    small, usual = (sa.plan(4, 65_536, devices_per_node=n) for n in (2, None))
+    assert small.setting.hardware.group == 2
+    assert small.best.slow_bytes > usual.best.slow_bytes == 0
+    assert small.best.workload.wire == small.setting.hardware.far_wire
+    large = sa.plan(72, 72 * 8192, hardware="b200", devices_per_node=72)  # a rack of NVLink
+    assert large.best.workload.wire == large.setting.hardware.wire
+    code, _, error = run(capsys, "--devices", 4, "--length", "64k", "--devices-per-node", 0)
+    assert (code, error) == (2, "striped: devices_per_node must be a whole number of at least 1; got 0.\n")
+
+
 def test_a_narrow_terminal_shows_all_of_the_plan():
     config = PlanConfig(devices=8, length="256k", preset="1b", hardware="h200")
     found = sa.plan(8, 262_144, model="1b", hardware="h200")

@@ -55,6 +55,8 @@ class PlanConfig:
     """For --mask documents: the median, of a log-normal distribution. Default: 1800."""
     hardware: str = "h100"
     """a100, h100, h200, b200, v4, v5e, v5p, v6e (TPUs), or cpu."""
+    devices_per_node: Whole = None
+    """Consecutive devices that share the fast interconnect. Default: what a node or pod of --hardware has, 8 GPUs."""
     preset: str = "llama3-8b"
     """Shape of the model: 1b, 3b, 7b, llama3-8b or debug, as in `striped train`."""
     batch: int = 1
@@ -112,6 +114,7 @@ def run(config: PlanConfig) -> None:
             config.tokens,
             mask=config.make_mask(),
             hardware=config.hardware,
+            devices_per_node=config.devices_per_node,
             model=config.preset,
             layouts=config.make_layouts(),
             strategies=config.make_strategies(),
@@ -144,8 +147,9 @@ def show(found: Plan, config: PlanConfig) -> list[Any]:
         * (1 + BACKWARD)
         / 1e12
     )
+    nodes = "" if config.devices_per_node is None else f", {config.devices_per_node} per node"
     parts: list[Any] = [
-        f"{setting.sequence_length:,} tokens ({config.mask}) on {setting.devices} × {setting.hardware.name}, "
+        f"{setting.sequence_length:,} tokens ({config.mask}) on {setting.devices} × {setting.hardware.name}{nodes}, "
         f"{config.preset} ({model.parameters / 1e9:.2f}B parameters, {model.heads}:{model.kv_heads} heads)",
         _table(found),
         f"Choose {found.reason}",

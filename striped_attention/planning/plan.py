@@ -110,6 +110,7 @@ def plan(
     *,
     mask: Mask | None = None,
     hardware: str | Hardware = "h100",
+    devices_per_node: int | None = None,
     model: str | ModelConfig = "llama3-8b",
     layouts: Sequence[Layout] | None = None,
     strategies: Sequence[str | Strategy] | None = None,
@@ -123,6 +124,8 @@ def plan(
     Args:
       mask: causal by default; a mask with documents must be made for this length.
       hardware: a name in `striped_attention.runtime.hardware.HARDWARE`, or figures of your own.
+      devices_per_node: consecutive devices that share the fast interconnect, of a node or pod. Default: the hardware's
+        `group`, 8 GPUs.
       model: a name in `striped_attention.models.llama.PRESETS`, or a shape of your own.
       layouts: what to compare; contiguous always is. Default: stripes of 1, 256 and 1024, and zigzag, where
         the kernel can do them.
@@ -142,6 +145,8 @@ def plan(
     if not 0 < memory <= 1:
         raise ValueError(f"memory must be above 0 and at most 1, a part of a device's memory; got {memory}.")
     shape, device = _named("model", PRESETS, ModelConfig, model), _named("hardware", HARDWARE, Hardware, hardware)
+    if devices_per_node is not None:
+        device = dataclasses.replace(device, group=check_whole("devices_per_node", devices_per_node))
     setting = Setting(devices, length, mask, device, shape, batch, kernel, remat=remat, memory=memory)
     layouts = _layouts(setting, layouts)
     pairs, count = _pairs(setting), TileCount(mask, length)
