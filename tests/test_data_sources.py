@@ -11,6 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from striped_attention import cli, data
+from striped_attention.data import records
 from striped_attention.errors import UsageError
 from striped_attention.training.config import TrainConfig
 from tests.test_train_data import write_tokenizer
@@ -33,6 +34,12 @@ def folder_of(path, names, contents):
 def lines(texts, column="text"):
     records = [{"id": i, column: text} for i, text in enumerate(texts)]
     return "".join(json.dumps(r, ensure_ascii=i % 2 == 0) + "\n" for i, r in enumerate(records)).encode()
+
+
+def array(texts, indent=2):
+    """One array of records, with a byte order mark as Windows writes it."""
+    text = json.dumps([{"id": i, "text": text} for i, text in enumerate(texts)], indent=indent, ensure_ascii=False)
+    return b"\xef\xbb\xbf" + text.encode()
 
 
 def zst(content):
@@ -83,6 +90,12 @@ KINDS = {
     "jsonl": lambda path, texts: written(path / "x.jsonl", lines(texts)),
     "jsonl.gz": lambda path, texts: written(path / "x.jsonl.gz", gzip.compress(lines(texts))),
     "jsonl.zst": lambda path, texts: written(path / "x.jsonl.zst", zst(lines(texts[:3])) + zst(lines(texts[3:]))),
+    "one array": lambda path, texts: written(path / "x.json", array(texts)),
+    "one array.gz": lambda path, texts: written(path / "x.json.gz", gzip.compress(array(texts, indent=None))),
+    "pattern": lambda path, texts: [
+        parquet(folder_of(path / "hub", ["test-0.jsonl"], [lines(["held out"])]) / "train-0.parquet", texts[:3]),
+        parquet(path / "hub" / "train-1.parquet", texts[3:]),
+    ][0].with_name("train-*"),
     "json.gz": lambda path, texts: written(path / "x.json.gz", gzip.compress(lines(texts))),
     "parquet": lambda path, texts: parquet(path / "x.parquet", texts),
     "arrow file": lambda path, texts: arrow(path / "x.arrow", texts, stream=False),
@@ -173,8 +186,84 @@ def test_a_bad_row_of_a_table_is_left_out(tmp_path):
     invalid = pa.Table.from_arrays([table["text"].combine_chunks().view(pa.string())], ["text"])
     pyarrow.parquet.write_table(invalid, tmp_path / "x.parquet")
     counts = load(tmp_path / "x.parquet").counts
-    assert (counts.documents, counts.bad, counts.rows) == (201, 2, 203)
+    assert (counts.documents, counts.bad, counts.empty, counts.rows) == (201, 1, 1, 203)
     assert counts.example.endswith("row 201: it is not UTF-8")
+
+
+def test_null_is_an_empty_document(tmp_path):
+    path = written(tmp_path / "x.jsonl", b'{"text": "ab"}\n' + b'{"text": null}\n' * 200)
+    counts = load(path).counts
+    assert (counts.documents, counts.empty, counts.bad) == (1, 200, 0)
+    assert "200 empty documents left out" in load(path).notes(50)[0]
+
+
+def test_an_array_is_read_in_parts(tmp_path, monkeypatch):
+    """Records may be longer than a part; what is no object is a bad line."""
+    monkeypatch.setattr(records, "CHUNK", 7)
+    texts = ['a ] , [ " \\ ' * 5, "ü" * 30, "", "x"]
+    content = json.dumps([{"text": text} for text in texts] * 60 + [12], ensure_ascii=False).encode()
+    corpus = load(written(tmp_path / "x.json", content))
+    assert corpus.tokens.tolist() == [token for text in texts if text for token in [*text.encode(), 256]] * 60
+    assert (corpus.counts.empty, corpus.counts.bad) == (60, 1)
+    assert corpus.counts.example.endswith("line 241: it is no JSON object")
+    with pytest.raises(UsageError, match="is empty"):
+        load(written(tmp_path / "y.json", b" [\n] "))
+
+
+def test_other_json_is_text_and_so_is_every_json_among_text(tmp_path):
+    assert load(written(tmp_path / "x.json", b'{"a": [1]}')).tokens.tolist() == [*b'{"a": [1]}', 256]
+    folder = folder_of(tmp_path / "program", ["a.py", "b.json"], [b"x = 1", b"[1]"])
+    assert load(folder).tokens.tolist() == [*b"x = 1", 256, *b"[1]", 256]
+
+
+@pytest.mark.parametrize("beside", ["README.md", "LICENSE", ".gitattributes", "dataset_infos.json", ".hidden.parquet"])
+def test_what_lies_beside_a_dataset_is_not_read(tmp_path, beside):
+    folder = folder_of(tmp_path / "hub", [beside, "x.jsonl"], [b"[not data]", lines(["ab"])])
+    assert load(folder).tokens.tolist() == [*b"ab", 256]
+    assert load(folder / "*").tokens.tolist() == [*b"ab", 256]
+
+
+def test_a_readme_is_data_among_text(tmp_path):
+    assert load(folder_of(tmp_path / "t", ["README.md", "x.txt"], [b"a", b"b"])).tokens.tolist() == [97, 256, 98, 256]
+
+
+SPLITS = {
+    ("train-00000-of-00001.parquet", "validation-00000-of-00001.parquet"): "'{}/train*' (with the quotes)",
+    ("data/dev.jsonl", "data/test.jsonl"): "'{}/data/dev*' (with the quotes)",
+    ("en/c4-train.0.json.gz", "en/c4-validation.0.json.gz"): "'{}/en/c4-train*' (with the quotes)",
+    ("test/0.jsonl", "train/0.jsonl", "train/1.jsonl"): "{}/train",
+    ("train.txt", "valid.txt"): "'{}/train*' (with the quotes)",
+}
+
+
+@pytest.mark.parametrize("names", SPLITS)
+def test_a_folder_with_several_splits_is_refused_and_what_it_says_to_give_is_read(tmp_path, names):
+    hub = tmp_path / "hub"
+    for name in names:
+        (hub / name).parent.mkdir(parents=True, exist_ok=True)
+        content = lines([name])
+        if name.endswith(".parquet"):
+            parquet(hub / name, [name])
+        else:
+            (hub / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else name.encode())
+            if name.endswith(".jsonl"):
+                (hub / name).write_bytes(content)
+    with pytest.raises(UsageError, match="hub holds several splits: ") as caught:
+        load(hub)
+    advice = SPLITS[names].format(hub)
+    assert str(caught.value).endswith(f"Give the files of one of them, like {advice}.")
+    corpus = load(advice.removesuffix(" (with the quotes)").strip("'"))
+    read = bytes(token for token in corpus.tokens.tolist() if token < 256).decode()
+    chosen = [name for name in names if name in read]
+    assert chosen
+    assert len({"train" in name for name in chosen}) == 1
+    assert len(chosen) < len(names)
+
+
+@pytest.mark.parametrize("names", [("train.py", "test.py"), ("train-a.jsonl", "b.jsonl"), ("latest.jsonl", "c.jsonl")])
+def test_other_folders_have_no_splits(tmp_path, names):
+    contents = [lines([name]) if name.endswith("l") else name.encode() for name in names]
+    assert load(folder_of(tmp_path / "x", names, contents)).counts.documents == 2
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -265,13 +354,23 @@ BAD = {
         path / "x.jsonl", parquet(path / "y.parquet", TEXTS).read_bytes()
     ),
     r"by its name .*x.jsonl.gz must be gzip, but it is not that": lambda path: written(path / "x.jsonl.gz", lines("x")),
+    r"x.json is cut short or damaged \(its array does not end": lambda path: cut(
+        written(path / "x.json", array(long_texts()))
+    ),
+    r"x.json is cut short or damaged \(it goes on after its array\)": lambda path: written(
+        path / "x.json", array(["a"]) + b"\n[]"
+    ),
+    r"x.json is cut short or damaged \(there is no comma": lambda path: written(
+        path / "x.json", b'[{"text": "a"} {"text": "b"}]'
+    ),
+    r"x.json, line 1, has no column 'text'; its columns are a": lambda path: written(path / "x.json", b'[{"a": 1}]'),
     r"x.parquet.gz is parquet inside of gzip": lambda path: written(path / "x.parquet.gz", gzip.compress(b"x")),
     r"x.parquet is empty, which no parquet file is": lambda path: written(path / "x.parquet", b""),
     r"x.jsonl is empty": lambda path: written(path / "x.jsonl", b""),
     r"x.jsonl is empty\. give": lambda path: written(path / "x.jsonl", lines(["", ""])),
-    r"must hold files of one kind, but it holds parquet \(b.parquet\), text \(readme.md\)": lambda path: (
+    r"must hold files of one kind, but it holds parquet \(b.parquet\), text \(notes.md\)": lambda path: (
         [
-            written(path / "README.md", b"hello"),
+            written(path / "notes.md", b"hello"),
             parquet(path / "b.parquet", TEXTS),
         ][0].parent
     ),
@@ -345,6 +444,10 @@ def test_a_check_finds_what_can_be_found_without_reading(tmp_path):
     refuse("--chat-column needs --tokenizer", records, chat_column="messages")
     refuse("Chat needs a template", records, chat_column="messages", tokenizer=tokenizer)
     refuse("--end-token is for", records, end_token=3)
+    refuse("x.jsonl, line 1, has no column 'body'", records, text_column="body")
+    refuse("x.parquet has no column 'body'", parquet(tmp_path / "x.parquet", TEXTS), text_column="body")
+    refuse("x.parquet is cut short or damaged", cut(tmp_path / "x.parquet", 0.9))
+    refuse("x.arrow is cut short or damaged", cut(arrow(tmp_path / "x.arrow", TEXTS, stream=True), 0.9))
     (tokens / "tokens.bin").write_bytes(b"")
     refuse("tokens is damaged: tokens.bin has 0 bytes", tokens)
 

@@ -10,7 +10,7 @@ from striped_attention.data import store
 from striped_attention.data.build import build, left_behind
 from striped_attention.data.columns import Columns
 from striped_attention.data.encoder import make_encoder
-from striped_attention.data.files import Files, find_files
+from striped_attention.data.files import Files, find_files, is_there
 from striped_attention.data.progress import say
 from striped_attention.data.raw import TOKENS
 from striped_attention.errors import UsageError
@@ -65,7 +65,7 @@ def tokenize(config: TokenizeConfig) -> None:
 def _files(sources: tuple[pathlib.Path, ...]) -> Files:
     found = []
     for path in sources:
-        if not path.exists():
+        if not is_there(path):
             raise UsageError(
                 f"{path} does not exist. Give text, JSON lines, Parquet, Arrow, or a folder of one of them."
             )

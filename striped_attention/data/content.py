@@ -43,7 +43,6 @@ KINDS = (
 )
 TAR, TAR_AT = b"ustar", 257  # what stands in a tar archive, and at which byte
 LOOKED_AT = 8  # lines of a file that tell JSON lines from text
-HEAD = 512  # bytes that `check_head` looks at
 STREAM = b"\xff\xff\xff\xff"  # what an Arrow stream begins with
 BEGINS = {PARQUET: (b"PAR1",), ARROW: (b"ARROW1", STREAM), "gzip": (b"\x1f\x8b",), "zstd": (b"\x28\xb5\x2f\xfd",)}
 

@@ -1,21 +1,18 @@
 """Documents: what the files of a source hold, one after the other. What cannot be used is counted."""
 
-import codecs
-import itertools
-import json
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from striped_attention.data.chat import ChatTemplate
 from striped_attention.data.columns import Bad, Columns, Document, check_columns, spans_of, text_of
-from striped_attention.data.content import HEAD, check_head, check_text
+from striped_attention.data.content import check_text
 from striped_attention.data.counts import Counts
 from striped_attention.data.files import LINES, TEXT, File
-from striped_attention.data.tables import Row, Rows, table_rows
+from striped_attention.data.records import json_rows
+from striped_attention.data.tables import Rows, table_rows
 from striped_attention.data.unpack import opened
 from striped_attention.errors import UsageError
-
-LINES_AT_ONCE = 64
 
 
 def documents(
@@ -25,7 +22,7 @@ def documents(
     if file.kind == TEXT:
         yield from _text(file, columns, counts)
         return
-    rows, noun = (_json_lines(file), "line") if file.kind == LINES else (table_rows(file, columns), "row")
+    rows, noun = _rows(file, columns)
     number, seen = 0, False
     for share, some in rows:
         for row in some:
@@ -43,6 +40,24 @@ def documents(
             else:
                 counts.empty += 1
         say(share)
+
+
+def look(file: File, columns: Columns) -> None:
+    """Raise what reading a file would raise, as far as its first rows show it; of Parquet and Arrow also its end."""
+    if file.kind == TEXT:
+        return
+    rows, noun = _rows(file, columns)
+    with contextlib.closing(rows):
+        _, some = next(rows, (1.0, []))
+    for number, row in enumerate(some, 1):
+        if not isinstance(row, Bad):
+            check_columns(list(row), columns, f"{file.path}, {noun} {number},")
+            return
+
+
+def _rows(file: File, columns: Columns) -> tuple[Rows, str]:
+    """The rows of a file that is no text, and what one is called."""
+    return (json_rows(file), "line") if file.kind == LINES else (table_rows(file, columns), "row")
 
 
 def _text(file: File, columns: Columns, counts: Counts) -> Iterator[Document]:
@@ -67,6 +82,8 @@ def _document(row: dict[str, Any], columns: Columns, template: ChatTemplate | No
     """What a row holds."""
     if missing := [name for name in columns.names if name not in row]:
         return Bad(f"it has no {missing[0]!r}")
+    if row[columns.main] is None:
+        return Document("")
     if template is not None:
         return template.document(row[columns.main])
     text = text_of(row[columns.main])
@@ -74,25 +91,3 @@ def _document(row: dict[str, Any], columns: Columns, template: ChatTemplate | No
         return text if isinstance(text, Bad) else Document(text)
     spans = spans_of(row[columns.loss], text)
     return spans if isinstance(spans, Bad) else Document(text, spans)
-
-
-def _json_lines(file: File) -> Rows:
-    """The records of JSON lines; blank lines are none."""
-    size = max(1, file.path.stat().st_size)
-    with opened(file) as (stream, position):
-        lines = iter(stream)
-        first = next(lines, b"")
-        check_head(file, first[:HEAD])
-        lines = itertools.chain([first.removeprefix(codecs.BOM_UTF8)], lines)
-        while some := list(itertools.islice(lines, LINES_AT_ONCE)):
-            yield min(1.0, position() / size), [_record(line) for line in some if line.strip()]
-
-
-def _record(line: bytes) -> Row:
-    try:
-        found = json.loads(line.decode())
-    except UnicodeDecodeError:
-        return Bad("it is not UTF-8")
-    except (ValueError, RecursionError):
-        return Bad("it is not JSON")
-    return found if isinstance(found, dict) else Bad("it is no JSON object")

@@ -1,14 +1,18 @@
 """Files: which files a source consists of, and what they are. The name of a file says its kind; reading checks it.
 
     .jsonl .ndjson               JSON lines, also packed; .json.gz and .json.zst too
+    .json                        one array of records, which counts as JSON lines; other JSON is text
     .parquet                     Parquet
     .arrow                       Arrow, as a file or a stream
     .gz .zst                     packed text or JSON lines
     everything else              text
 
-A folder holds files of one kind, or is what the library `datasets` writes.
+A folder holds files of one kind, or is what the library `datasets` writes. A pattern like data/train-*.parquet stands
+for the files that it matches.
 """
 
+import codecs
+import glob
 import json
 import os
 import pathlib
@@ -16,13 +20,17 @@ import sysconfig
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from striped_attention.data.splits import refuse_several
 from striped_attention.errors import UsageError
 
 TEXT, LINES, PARQUET, ARROW = "text", "JSON lines", "Parquet", "Arrow"
 KINDS = {".jsonl": LINES, ".ndjson": LINES, ".parquet": PARQUET, ".arrow": ARROW}
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 TOKENS = (".npy", ".bin")
+HEAD = 512  # bytes at the beginning of a file that tell what it is
 WEIGHTS = ".safetensors"
+# What lies beside the data of a dataset, by the first part of its name, in small letters.
+BESIDE = {"readme", "license", "licence", "notice", "citation", "dataset_info", "dataset_infos", "_success"}
 
 
 class File(NamedTuple):
@@ -40,8 +48,13 @@ class Files(NamedTuple):
     source: str
 
 
+def is_there(path: pathlib.Path) -> bool:
+    """Whether a path exists, or is a pattern that matches something."""
+    return path.exists() or bool(_matches(path))
+
+
 def find_files(path: pathlib.Path) -> Files:
-    """The files of a path."""
+    """The files of a path or of a pattern."""
     weights = [path] if path.is_file() else sorted(path.glob(f"*{WEIGHTS}"))
     if weights and weights[0].suffix == WEIGHTS:
         raise UsageError(
@@ -51,16 +64,19 @@ def find_files(path: pathlib.Path) -> Files:
     if path.is_file():
         return Files((_file(path),), str(path))
     _refuse_splits(path)
-    found = tuple(map(_file, _of_datasets(path) or sorted(_walk(path))))
+    found = _without_companions(tuple(map(_file, _of_datasets(path) or _below(path))))
     tokens = [file.path for file in found if file.path.suffix in TOKENS]
     if tokens:
         raise UsageError(f"{path} holds tokens ({tokens[0].name}); of those give one file, not a folder.")
+    root = path if path.is_dir() else pathlib.Path(os.path.commonpath([file.path.parent for file in found] or [path]))
     kinds = {file.kind: file.path for file in reversed(found)}
     if len(kinds) > 1:
-        examples = ", ".join(f"{kind} ({first.relative_to(path)})" for kind, first in sorted(kinds.items()))
+        examples = ", ".join(f"{kind} ({first.relative_to(root)})" for kind, first in sorted(kinds.items()))
         raise UsageError(
             f"{path} must hold files of one kind, but it holds {examples}. Give the folder, or the files, of one kind."
         )
+    # Text is often a program, of which train.py and test.py are no splits.
+    refuse_several(root, [file.path for file in found if file.kind != TEXT or file.path.suffix == ".txt"])
     return Files(found, str(path))
 
 
@@ -77,10 +93,43 @@ def standard_library() -> Files:
 def _file(path: pathlib.Path) -> File:
     packed = PACKED.get(path.suffix)
     inner = path.with_suffix("").suffix if packed else path.suffix
-    kind = LINES if packed and inner == ".json" else KINDS.get(inner, TEXT)
+    kind = LINES if inner == ".json" and (packed or _begins_an_array(path)) else KINDS.get(inner, TEXT)
     if packed and kind in (PARQUET, ARROW):
         raise UsageError(f"{path} is {kind} inside of {packed}, which cannot be read in parts. Unpack it first.")
     return File(path, kind, packed)
+
+
+def _begins_an_array(path: pathlib.Path) -> bool:
+    """Whether a file begins like an array of JSON."""
+    try:
+        with path.open("rb") as file:
+            return file.read(HEAD).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    except OSError:
+        return False  # reading it will say why
+
+
+def _without_companions(found: tuple[File, ...]) -> tuple[File, ...]:
+    """Files without those that describe a dataset; among text files every .json is text too, as in a program."""
+    beside = lambda file: file.path.name.lower().split(".")[0] in BESIDE  # noqa: E731
+    others = [file for file in found if not beside(file)]
+    if any(file.kind == TEXT for file in others):
+        arrays = lambda file: file.kind == LINES and file.path.suffix == ".json"  # noqa: E731
+        found = tuple(file._replace(kind=TEXT) if arrays(file) else file for file in found)
+    records = any(file.kind != TEXT for file in found if not beside(file))
+    return tuple(file for file in found if not (records and beside(file)))
+
+
+def _matches(path: pathlib.Path) -> list[pathlib.Path]:
+    """What a pattern matches, but hidden files and folders."""
+    return sorted(map(pathlib.Path, glob.glob(str(path), recursive=True))) if glob.has_magic(str(path)) else []
+
+
+def _below(path: pathlib.Path) -> list[pathlib.Path]:
+    """All files of a folder, or those that a pattern matches."""
+    if path.is_dir():
+        return sorted(_walk(path))
+    found = (sorted(_walk(match)) if match.is_dir() else [match] for match in _matches(path))
+    return list(dict.fromkeys(file for files in found for file in files))
 
 
 def _walk(folder: pathlib.Path, without: tuple[str, ...] = ()) -> Iterator[pathlib.Path]:

@@ -6,7 +6,7 @@
     text, JSON lines, Parquet,    tokenised once, into the cache
     Arrow, and folders of them
 
-A source is written PATH or PATH=WEIGHT.
+A source is written PATH or PATH=WEIGHT; PATH may be a pattern like data/train-*.parquet.
 """
 
 import dataclasses
@@ -19,8 +19,9 @@ from striped_attention.data import cache, raw, store
 from striped_attention.data.batch import Data
 from striped_attention.data.columns import NO_COLUMNS, Columns
 from striped_attention.data.corpus import Corpus
+from striped_attention.data.documents import look
 from striped_attention.data.encoder import BYTES_HASH, Encoder, check_chat, make_encoder
-from striped_attention.data.files import TEXT, find_files, standard_library
+from striped_attention.data.files import TEXT, find_files, is_there, standard_library
 from striped_attention.data.mixture import Mixture
 from striped_attention.data.tokenizer import tokenizer_hash
 from striped_attention.errors import UsageError
@@ -93,7 +94,8 @@ def check(
         _encoder(kind, tokenizer, vocabulary, columns)
     for path, kind in kinds.items():
         if path is not None and kind not in MADE:
-            find_files(path)
+            for file in find_files(path).files:
+                look(file, columns if kind == "records" else NO_COLUMNS)
 
 
 def load(
@@ -134,7 +136,7 @@ def _there(sources: Named) -> list[Source]:
     """What --data says. Raises for a path that does not exist."""
     given = parse(sources)
     for path, _ in given:
-        if path is not None and not path.exists():
+        if path is not None and not is_there(path):
             raise UsageError(
                 f"--data {path} does not exist. Give text, JSON lines, Parquet or Arrow, a folder of one of "
                 f"them or of striped tokenize, or tokens as .npy or .bin."
@@ -193,7 +195,7 @@ def _kind(path: pathlib.Path | None, columns: Columns = NO_COLUMNS) -> str:
         return "raw"
     if path is not None and store.is_store(path):
         return "store"
-    files = () if path is None or columns == NO_COLUMNS or not path.exists() else find_files(path).files
+    files = () if path is None or columns == NO_COLUMNS or not is_there(path) else find_files(path).files
     return "records" if files and files[0].kind != TEXT else "text"
 
 

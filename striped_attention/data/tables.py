@@ -1,19 +1,16 @@
 """Tables: Parquet, row group by row group, and Arrow, batch by batch; never a whole file in memory."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from striped_attention.data.columns import Bad, Columns, check_columns
-from striped_attention.data.content import HEAD, STREAM, check_head
-from striped_attention.data.files import PARQUET, File
+from striped_attention.data.content import STREAM, check_head
+from striped_attention.data.files import HEAD, PARQUET, File
+from striped_attention.data.records import Row, Rows
 from striped_attention.data.unpack import damaged, pyarrow
 from striped_attention.errors import UsageError
 
 ROWS = 128  # at a time: documents may be long
 STREAM_ENDS = STREAM + b"\0\0\0\0"
-
-Row = dict[str, Any] | Bad
-Rows = Iterator[tuple[float, list[Row]]]
 
 
 def table_rows(file: File, columns: Columns) -> Rows:

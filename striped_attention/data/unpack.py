@@ -5,10 +5,10 @@ import gzip
 import io
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from typing import Any
 
-from striped_attention.data.content import HEAD, check_head
-from striped_attention.data.files import File
+from striped_attention.data.content import check_head
+from striped_attention.data.files import HEAD, File
 from striped_attention.errors import UsageError
 
 
@@ -22,7 +22,7 @@ def pyarrow(why: str) -> Any:
 
 
 @contextlib.contextmanager
-def opened(file: File) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+def opened(file: File) -> Iterator[tuple[Any, Callable[[], int]]]:
     """What is in a file, and how far it was read, in bytes on disk. Only reading may happen inside."""
     try:
         with file.path.open("rb") as raw:
