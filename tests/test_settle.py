@@ -3,6 +3,7 @@
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 
 import striped_attention as sa
@@ -12,6 +13,7 @@ from striped_attention.kernels.cudnn import binding
 from striped_attention.models.llama import PRESETS
 from striped_attention.planning.cost import estimate
 from striped_attention.strategies.strategy import candidates
+from striped_attention.training import settle as settle_module
 from striped_attention.training import trainer
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.settle import settle
@@ -48,6 +50,85 @@ def test_training_with_auto_says_what_it_took(capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "strategy heads=4" in text or "strategy ring" in text or "strategy gather=8" in text
     assert cli.main(["train", *options.split(), "--strategy", "auto", "--dry-run"]) == 0
+
+
+LINE = (
+    r"--strategy auto takes [a-z0-9=,]+: [0-9.e-]+ s per step, planned for 8 × (cpu|h100|h200)\. "
+    r"Next is [a-z0-9=,]+ with [0-9.e-]+ s(, at most 1% faster and less simple)?\."
+)
+
+
+def test_training_says_why_a_strategy_was_taken_and_what_comes_next(capsys):
+    """One line, of a run and of a dry run; none if the strategy was asked for."""
+    options = "--cpu-devices 8 --sequence-length 256 --steps 1 --layers 1 --dim 32 --ffn 32 --heads 4 --kv-heads 2"
+    for more in ([], ["--dry-run"]):
+        assert cli.main(["train", *options.split(), *more]) == 0
+        assert len(re.findall(LINE, " ".join(capsys.readouterr().out.split()))) == 1
+    assert cli.main(["train", *options.split(), "--dry-run", "--strategy", "ring"]) == 0
+    assert "--strategy auto" not in capsys.readouterr().out
+
+
+def test_the_line_has_the_seconds_of_the_plan():
+    run = dataclasses.replace(RUN, dtype="bfloat16")
+    found, (line,) = settled_with_reasons(run, 8)
+    assert found.strategy == "heads=8"
+    assert re.fullmatch(LINE, line)
+    assert line.startswith("--strategy auto takes heads=8: ")
+    said = [float(seconds) for seconds in re.findall(r"([0-9.]+) s", line)]
+    assert said == sorted(said)
+    twice, (line,) = settled_with_reasons(dataclasses.replace(run, batch=2, accumulate=2), 8)
+    assert twice.strategy == "heads=8"
+    assert float(re.findall(r"([0-9.]+) s", line)[0]) == pytest.approx(2 * said[0], rel=0.01), "of both parts of a step"
+    assert settled_with_reasons(run, 1)[1] == []
+
+
+def settled_with_reasons(config, devices):
+    return settle_module.settled(config, {"data": 1, "sequence": devices}, True, "gpu", "NVIDIA H200")
+
+
+def test_the_line_names_what_fits_in_memory_before_what_does_not():
+    def line(*found):
+        return settle_module.why(sa.strategy(heads=2), [settle_module.Planned(*one) for one in found], "2 × h100")
+
+    heads, ring, gather = (sa.strategy(**sizes) for sizes in ({"heads": 2}, {}, {"gather": 2}))
+    text = "--strategy auto takes heads=2: 2 s per step, planned for 2 × h100. "
+    assert line((gather, 1.0, False), (heads, 2.0, True), (ring, 3.0, True)) == text + "Next is ring with 3 s."
+    assert line((heads, 2.0, True)) == text + "Nothing else was compared."
+    close = line((gather, 1.99, True), (heads, 2.0, True))
+    assert close == text + "Next is gather=2 with 1.99 s, at most 1% faster and less simple."
+    assert "with 1 s (does not fit in memory)." in line((gather, 1.0, False), (heads, 2.0, True))
+
+
+@pytest.mark.parametrize(
+    ("options", "platform"),
+    [
+        ("--kernel cudnn --strategy gather", "gpu"),
+        ("--kernel cudnn --strategy ring", "gpu"),
+        ("--kernel pallas_tpu --strategy ring", "gpu"),
+        ("--kernel hopper --strategy ring --cpu-devices 8", "cpu"),
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(options, platform, capsys, monkeypatch):
+    """With the same words, for the platform that is planned for; --data has documents."""
+    monkeypatch.setattr(binding, "EMULATED", True)
+    words = f"--heads 8 --kv-heads 8 --mesh sequence=8 {options}".split()
+    assert cli.main(["train", *words, "--dry-run"]) == 2
+    said = capsys.readouterr().err
+    kernel, strategy = words[words.index("--kernel") + 1], words[words.index("--strategy") + 1]
+    run = TrainConfig(heads=8, kv_heads=8, kernel=kernel, strategy=strategy)
+    with pytest.raises(UsageError) as refused:
+        trainer.choose(run, {"data": 1, "sequence": 8}, True, platform)
+    assert said == f"striped: {refused.value}\n"
+
+
+def test_a_dry_run_lets_cudnn_train_on_tokens_without_documents(capsys, tmp_path):
+    np.save(tmp_path / "tokens.npy", np.zeros(100_000, np.uint16))
+    options = f"--sequence-length 8192 --mesh sequence=8 --kernel cudnn --dry-run --data {tmp_path}/tokens.npy"
+    assert cli.main(["train", *options.split()]) == 0
+    assert cli.main(["train", *options.split(), "--strategy", "ring"]) == 0
+    capsys.readouterr()
+    assert cli.main(["train", *options.split(), "--strategy", "ring", "--end-token", "0"]) == 2
+    assert "not documents" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,11 @@ class TrainConfig:
         check(sources, tokenizer, self.end_token, self.model.vocabulary, self.columns, self._together)
 
     @property
+    def documents(self) -> bool:
+        """Whether it is known where the documents of --data begin or end. Looks at the kinds of files alone."""
+        return self.end_token is not None or not all_raw(self.data)
+
+    @property
     def _together(self) -> tuple[Named, ...]:
         """All that the options for data are for."""
         return (self.data,) if self.validation is None else (self.data, self.validation)

@@ -14,14 +14,13 @@ from striped_attention.kernels import choice
 from striped_attention.models.stages import AXES, check_devices, parse_mesh
 from striped_attention.planning.cost import estimate, gigabytes
 from striped_attention.runtime.mesh import make_mesh
-from striped_attention.training import arrays, folder, memory, start
+from striped_attention.training import arrays, folder, memory, start, validation, weights_and_biases
 from striped_attention.training.checkpoint import Checkpoints, Place
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.loop import Run
-from striped_attention.training.settle import settle
+from striped_attention.training.settle import assumed, settled
 from striped_attention.training.signals import Signals
 from striped_attention.training.step import Program, State
-from striped_attention.training.validation import held_out
 from striped_attention.training.watch import Watch
 from striped_attention.training.weights_and_biases import WandbRun
 
@@ -31,28 +30,32 @@ def train(config: TrainConfig) -> State:
 
     What can be refused is refused before anything is written, and before minutes of compiling.
     """
+    main = jax.process_index() == 0
+    if main:
+        weights_and_biases.check(config)
     sizes = mesh_sizes(config, jax.device_count())
     begin = start.look(config)
     config = begin.config
     folder.check(config)
+    validation.check(config)  # before hours of making tokens
     corpus = load_data(config)
     config, begin = _with_tokenizer(config, begin, corpus)
     documents = corpus.documents
     asked_for, room = config, memory.available(config.memory)
-    config = settle(config, sizes, documents, jax.default_backend(), jax.local_devices()[0].device_kind, room)
+    kind = jax.local_devices()[0].device_kind
+    config, reasons = settled(config, sizes, documents, jax.default_backend(), kind, room)
     config.make_strategy(sizes[AXES.sequence])  # refuses what cannot be
     kernel = choose(config, sizes, documents, jax.default_backend())
     program = Program(config, make_mesh(sizes), documents=documents)
-    validation = held_out(program)
-    main = jax.process_index() == 0
+    held_out = validation.held_out(program)
     with Signals() as asked, _room(config, sizes), _checkpoints(config) as checkpoints:
         place, runs = _look(program, corpus, begin, checkpoints)
         wandb = None if config.wandb is None or not main else WandbRun(config)
         with Watch(place.step, config.steps, quiet=not main, wandb=wandb) as watch:
             watch.display.stopping = lambda: asked.name
             watch.say(describe(program, corpus, kernel))
-            held = [] if validation is None else validation.corpus.notes(config.sequence_length)
-            for line in (*begin.lines, *corpus.notes(config.sequence_length), *held):
+            held = [] if held_out is None else held_out.corpus.notes(config.sequence_length)
+            for line in (*reasons, *begin.lines, *corpus.notes(config.sequence_length), *held):
                 watch.say(line)
             state = None
             if checkpoints is not None and place.step > 0:
@@ -61,7 +64,7 @@ def train(config: TrainConfig) -> State:
                 state = program.start_state(arrays.read_stacked(begin.source, program.mesh, watch.loaded))
             watch.say("Compiling …")
             program = memory.fitting(program, asked_for, room, watch.say)
-            run = Run(program, corpus, watch, place, validation)
+            run = Run(program, corpus, watch, place, held_out)
             state = program.fresh_state() if state is None else state
             if config.resume:
                 watch.say(f"Going on from step {place.step}.")
@@ -146,12 +149,12 @@ def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
     return sizes
 
 
-def choose(config: TrainConfig, sizes: dict[str, int], documents: bool, platform: str) -> str:
+def choose(config: TrainConfig, sizes: dict[str, int], documents: bool, platform: str | None) -> str:
     """The kernels that the attention of this run takes, one unless layers differ. Raises if the one that was asked for
-    cannot do it."""
-    devices = sizes[AXES.sequence]
+    cannot do it. Without a platform, as in a dry run, nothing is asked of the devices here."""
+    devices, here = sizes[AXES.sequence], platform is not None
     layout = config.make_layout(devices, documents, platform)
-    ask = functools.partial(config.request, layout, devices, documents, platform)
+    ask = functools.partial(config.request, layout, devices, documents, platform or assumed(config).platform, here=here)
     try:
         names = [choice.choose(config.kernel, ask(mask=mask)).name for mask, _ in config.known_masks()]
         return " and ".join(dict.fromkeys(names))
