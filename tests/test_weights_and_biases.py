@@ -6,6 +6,7 @@ import types
 
 import pytest
 
+from striped_attention import cli
 from striped_attention.errors import UsageError
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.watch import Watch
@@ -101,6 +102,17 @@ def refuse(message, *arguments, **options):
 def test_without_the_package_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     refuse(r"--wandb needs the package wandb.*pip install 'striped-attention\[wandb\]'", None)
+
+
+@pytest.mark.parametrize("more", [(), ("--dry-run",), ("--local-processes", "2")])
+def test_without_the_package_nothing_is_loaded_first(more, tmp_path, monkeypatch, capsys):
+    """Not even the data, which is not there."""
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    asked = ("--wandb", "project", "--data", str(tmp_path / "missing"), "--cpu-devices", "8", *more)
+    assert cli.main(["train", *asked]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("striped: --wandb needs the package wandb")
+    assert said.count("\n") == 1
 
 
 def test_what_the_service_refuses_is_told_in_one_line(service, monkeypatch):

@@ -63,6 +63,12 @@ class WandbRun:
             self._run.finish(exit_code=int(failed))
 
 
+def check(config: TrainConfig) -> None:
+    """Raise if a run asks for Weights & Biases and the package is not there."""
+    if config.wandb is not None:
+        _package()
+
+
 def _package() -> Any:
     try:
         import wandb
