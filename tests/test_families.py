@@ -137,6 +137,7 @@ def odd(folder):
 @pytest.mark.parametrize(
     ("name", "dtype", "options"),
     [
+        ("llama", "bfloat16", dict(max_shard_size="40KB")),
         ("qwen 2, tied", "bfloat16", dict(max_shard_size="40KB")),
         ("qwen 3", "float32", dict()),
         ("mistral", "float16", dict(max_shard_size="40KB")),

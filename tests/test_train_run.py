@@ -129,12 +129,30 @@ def two(path, texts):
     return f"{KINDS['parquet'](path, texts)}=0.3", f"{KINDS['datasets'](path, texts[:20])}=0.7"
 
 
-SOURCES = ("text.zst", "jsonl", "parquet", "arrow file", "datasets", "striped tokenize")
+CHAT = (
+    "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+def chat(path, texts):
+    """Conversations; the tokenizer and its template lie beside them."""
+    words = {word: i for i, word in enumerate(["</s>", "[UNK]", "user", "assistant", "of", "some", "length"])}
+    write_tokenizer(path / "tokenizer.json", words)
+    (path / "chat_template.jinja").write_text(CHAT)
+    talks = [[dict(role="user", content=text), dict(role="assistant", content=f"{text} of")] for text in texts * 3]
+    rows = "".join(json.dumps({"messages": talk}) + "\n" for talk in talks)
+    return written(path / "x.jsonl", rows.encode())
+
+
+SOURCES = ("text.zst", "jsonl", "jsonl.zst", "one array", "shards", "parquet shards")
+SOURCES += ("parquet", "arrow file", "datasets", "striped tokenize")
 SOURCES = {name: (KINDS[name], {}) for name in SOURCES}
 SOURCES |= {
     "npy": (npy, dict(end_token=256)),
     "loss spans": (with_spans, dict(text_column="body", loss_column="spans")),
     "two with weights": (two, {}),
+    "chat": (chat, dict(chat_column="messages", tokenizer="tokenizer.json")),
 }
 
 
@@ -143,12 +161,27 @@ def test_resume_goes_on_bit_for_bit_whatever_the_source(tmp_path, source):
     """In the middle of a pass through the data, and with the cache gone; a step takes 4 of about 10 sequences."""
     make, options = SOURCES[source]
     made = make(tmp_path, [f"document {i} " + "of some length " * (i % 5) for i in range(24)])
-    options |= dict(data=made if isinstance(made, tuple) else (str(made),), checkpoint_every=2)
+    options = options | dict(data=made if isinstance(made, tuple) else (str(made),), checkpoint_every=2)
+    if "tokenizer" in options:
+        options["tokenizer"] = tmp_path / options["tokenizer"]
     whole = train(config(tmp_path / "run", steps=4, data_cache=tmp_path / "cache", **options))
     expected = losses(tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "4")
     state = train(config(tmp_path / "run", steps=4, resume=True, data_cache=tmp_path / "another", **options))
     assert losses(tmp_path / "run") == expected
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((state, whole)))
+
+
+def test_resume_goes_on_bit_for_bit_with_accumulation(tmp_path):
+    options = dict(mesh="data=2,sequence=4", accumulate=2, checkpoint_every=1, keep=3)
+    whole = train(config(tmp_path / "run", steps=3, **options))
+    expected = losses(tmp_path / "run")
+    shutil.copytree(tmp_path / "run", tmp_path / "half")
+    for step in (2, 3):
+        shutil.rmtree(tmp_path / "half" / str(step), ignore_errors=True)
+    state = train(config(tmp_path / "half", steps=3, resume=True, **options))
+    assert losses(tmp_path / "half") == expected
+    assert [run["from_step"] for run in json.loads((tmp_path / "half" / "run.json").read_text())] == [0, 1]
     jax.tree.map(np.testing.assert_array_equal, *jax.device_get((state, whole)))
 
 
@@ -227,6 +260,8 @@ def test_held_out_data_that_cannot_be_is_told_before_compiling(tmp_path):
     (tmp_path / "short.txt").write_text("short")
     refuse("short.txt holds 6 tokens, too few.*with --validation", validation=(str(tmp_path / "short.txt"),))
     refuse("--validate-every needs --validation", validate_every=3)
+    (tmp_path / "x.jsonl").write_text('{"body": "x"}\n')
+    refuse("x.jsonl, line 1, has no column 'text'; its columns are body", validation=(str(tmp_path / "x.jsonl"),))
     np.save(tmp_path / "x.npy", np.arange(999) % 250)
     np.save(tmp_path / "ends.npy", np.full(999, 250))
     refuse(
