@@ -11,6 +11,8 @@ import subprocess
 import sys
 import time
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from striped_attention import cli
@@ -275,6 +277,25 @@ def test_bad_input_ends_with_exit_code_2_and_one_line(capsys, arguments, message
     assert "Traceback" not in error
     if error.startswith("striped:"):
         assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--data", "--validation"])
+@pytest.mark.parametrize("fault", ["no column", "no column in the second shard", "cut short"])
+def test_a_dry_run_refuses_data_that_the_run_would_in_the_same_words(option, fault, tmp_path, capsys):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for shard, text in enumerate(["a text " * 99] * 2):
+        column = "body" if fault == "no column" or (shard and fault != "cut short") else "text"
+        pq.write_table(pa.table({column: [text] * 3}), folder / f"{shard}.parquet")
+    if fault == "cut short":
+        (folder / "1.parquet").write_bytes((folder / "1.parquet").read_bytes()[:-9])
+    said = []
+    for more in ((), ("--dry-run",)):
+        assert cli.main(["train", *TINY, option, str(folder), "--data-cache", str(tmp_path / "cache"), *more]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1]
+    assert ("is cut short or damaged" if fault == "cut short" else "has no column 'text'") in said[1]
+    assert said[1].count("\n") == 1
 
 
 def test_a_process_with_bad_input_ends_with_exit_code_2_and_one_line():
