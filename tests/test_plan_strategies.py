@@ -21,6 +21,7 @@ from striped_attention.options import parse_length
 from striped_attention.planning.work import count_tiles
 from striped_attention.runtime.hardware import HARDWARE
 from striped_attention.runtime.schedule import traffic
+from striped_attention.strategies import choice as choices
 from striped_attention.strategies.choice import _gathered
 from striped_attention.strategies.messages import Messages
 from striped_attention.strategies.problem import Problem
@@ -91,6 +92,25 @@ def test_strategies_of_thousands_of_devices_are_planned_with_few_tables():
         str(choice.strategy) for choice in found.strategies
     }
     assert peak < 6 * devices**2 * found.best.tiles.itemsize
+
+
+@pytest.mark.parametrize("mask", ["full", "documents"])
+def test_what_is_counted_for_thousands_of_devices_is_bounded(mask, monkeypatch):
+    """Rows of tiles, each count once: what takes the time of a plan besides the steps of its rings. Never blocks."""
+    devices, length, counted = 4096, 104_857_600, []
+
+    def count(layout, mask, length, devices, tile):
+        counted.append((layout, devices, tile))
+        return np.ones((devices, devices), np.int32), False
+
+    monkeypatch.setattr(choices, "count_tile_rows", count)
+    monkeypatch.setattr(choices, "count_tiles", lambda *_: pytest.fail("counts blocks"))
+    of = dict(mask=sa.full()) if mask == "full" else dict(mask=packed(length), layouts=[])
+    assert len(sa.plan(devices, length, **of).strategies) >= 7
+    assert len(counted) == len(set(counted)) <= 25
+    rows = [devices * -(-(length // devices) // tile[0]) for _, devices, tile in counted]
+    assert max(rows) <= 2**20
+    assert sum(rows) <= 2**24
 
 
 # What others measured: the fastest first, of strategies that they had.
