@@ -16,13 +16,13 @@ import rich.console
 
 from striped_attention.core.layout import INT32_MAX
 from striped_attention.errors import UsageError
-from striped_attention.generation import conversation, room, text
+from striped_attention.generation import conversation, room, saved, text
 from striped_attention.generation import weights as files
 from striped_attention.generation.config import ExportConfig, GenerateConfig, ImportConfig
 from striped_attention.generation.engine import Engine
 from striped_attention.generation.loading import load
 from striped_attention.generation.programs import Options
-from striped_attention.generation.prompts import Chat, Prompt, encode, read_prompts
+from striped_attention.generation.prompts import Chat, Prompt, encode, opening, read_prompts
 from striped_attention.generation.run import LOGPROBS, RESULTS, Ends, Run, progress
 from striped_attention.generation.settings import Settings, settle
 from striped_attention.huggingface.writing import BESIDE
@@ -54,7 +54,13 @@ def generate(config: GenerateConfig) -> None:
     capacity = _capacity(config, settings, source, tokens)
     _check_prompts(config, settings, source.model, capacity, asked, tokens)
     _check_output(config)
-    options, model = _options(config, source.model, tokens, capacity)
+    model, loaded = source.model.at_length(capacity), None
+    if config.cache is not None:
+        loaded = saved.Saved(config.cache, model, config.dtype)
+        for prompt, row in zip(asked, tokens, strict=True):
+            loaded.check_prompt(row, prompt.where, encoder)
+    kept = None if config.save_cache is None else _kept(config, loaded, encoder, chat, asked, tokens)
+    options = _options(config, model, tokens, capacity, 0 if loaded is None else len(loaded.tokens))
     console = rich.console.Console(stderr=True, quiet=jax.process_index() > 0, highlight=False, markup=False)
     for line in _warnings(config, settings, source, asked, tokens):
         console.print(line, soft_wrap=True)
@@ -64,24 +70,27 @@ def generate(config: GenerateConfig) -> None:
         with progress(console, "loading weights", "parameters") as say:
             engine = Engine(model, load(source, mesh, options.dtype, say), mesh, options)
         ends = Ends(end_tokens, settings.stop, encoder)
-        run = Run(engine, encoder, ends, settings, console, config.alternatives, begun)
+        run = Run(engine, encoder, ends, settings, console, config.alternatives, begun, loaded)
         if chat is not None and config.interactive:
             conversation.converse(run, chat)
         else:
             with _lines(config, many=config.prompts is not None) as out:
-                for first in range(0, len(asked), batch):
+                if kept is not None:
+                    run.keep(*kept, tokens[0])
+                    run.answer(range(1), asked, tokens, out)
+                for first in range(0, len(asked) if kept is None else 0, batch):
                     numbers = range(first, min(first + batch, len(asked)))
                     run.batch(numbers, [asked[i] for i in numbers], [tokens[i] for i in numbers], out)
         console.print(run.speed(), soft_wrap=True)
 
 
 def _options(
-    config: GenerateConfig, model: ModelConfig, tokens: list[list[int]], capacity: int
-) -> tuple[Options, ModelConfig]:
-    """How the model is run, and the model as it is run on sequences that need `capacity`."""
-    model, devices, batch = model.at_length(capacity), jax.device_count(), min(config.batch, len(tokens) or 1)
+    config: GenerateConfig, model: ModelConfig, tokens: list[list[int]], capacity: int, cached: int
+) -> Options:
+    """How the model is run on sequences that need `capacity`; so many tokens of each come from a saved cache."""
+    devices, batch = jax.device_count(), min(config.batch, len(tokens) or 1)
     capacity = config.capacity or min(room.coarse(capacity), LONGEST)
-    longest, dtype = max(map(len, tokens), default=capacity), jnp.dtype(config.dtype)
+    longest, dtype = max(map(len, tokens), default=capacity) - cached, jnp.dtype(config.dtype)
     chunk = config.chunk
     if chunk is None:
         budget = memory.available(config.memory)
@@ -89,7 +98,31 @@ def _options(
     config, kind = dataclasses.replace(config, chunk=chunk), jax.local_devices()[0].device_kind
     layout, strategy = config.settle(model, devices, batch, capacity, jax.default_backend(), kind)
     how = (layout, batch, capacity, chunk, dtype, strategy, config.kernel)
-    return Options(*how, stage_chunk=room.stage_chunk(batch)), model
+    return Options(*how, stage_chunk=room.stage_chunk(batch))
+
+
+def _kept(
+    config: GenerateConfig,
+    loaded: saved.Saved | None,
+    encoder: text.Bytes | text.Tokenizer,
+    chat: Chat | None,
+    asked: list[Prompt],
+    tokens: list[list[int]],
+) -> tuple[pathlib.Path, list[int]]:
+    """Where a cache is saved, and the tokens that it is of: those of the prompt that stay when it is made longer."""
+    assert config.save_cache is not None
+    if len(asked) != 1:
+        raise UsageError(f"--save-cache {config.save_cache} is for one prompt, not {len(asked)}. Give the one to save.")
+    saved.check_new(config.save_cache)
+    stays = opening(asked[0], tokens[0], encoder, chat)
+    if loaded is not None and len(stays) < len(loaded.tokens):
+        stays = loaded.tokens.tolist()
+    if not stays:
+        raise UsageError(
+            f"{asked[0].where} has no token that is sure to stay the same when more text follows, so there is nothing "
+            f"for --save-cache. Give a longer one."
+        )
+    return config.save_cache, stays
 
 
 def _prompts(config: GenerateConfig) -> list[Prompt]:

@@ -53,6 +53,11 @@ class GenerateConfig:
     terminal: an interactive conversation, until an empty line."""
     system: Text = None
     """System message at the beginning of a conversation, with --chat."""
+    save_cache: Path = None
+    """Save the cache of the prompt in this new file (safetensors), for --cache. There must be one prompt."""
+    cache: Path = None
+    """Go on from a file of --save-cache: prompts, which must begin with the text that was saved, are prefilled from
+    there on. The model, its weights and --dtype must be those of the file; devices and layout may be others."""
     output: Path = None
     """File for lines of JSON, one per prompt. Default: standard output for --prompts."""
     max_tokens: Whole = None

@@ -1,8 +1,8 @@
 """Conversation: messages typed one by one, each answered as it comes.
 
 The cache is kept between turns. A turn's conversation is rendered as a whole, and if its tokens begin with those in the
-cache, only the rest is prefilled. If not, the cache is cleared: a template may drop earlier reasoning, and tokens that
-were generated may not be those that the tokenizer makes of their text.
+cache, only the rest is prefilled. If not, it begins anew, with what was saved if there is --cache: a template may drop
+earlier reasoning, and tokens that were generated may not be those that the tokenizer makes of their text.
 """
 
 import sys
@@ -41,9 +41,10 @@ def _turn(run: Run, chat: Chat, messages: list[Message], cached: list[int]) -> t
             f"larger, or begin a new conversation."
         )
     extends = 0 < len(cached) < len(tokens) and tokens[: len(cached)] == cached
-    if engine.lengths.any() and not extends:
-        engine.clear()
-        cached = []
+    if run.saved is not None:
+        run.saved.check_prompt(tokens, WHERE, run.encoder)
+    if not extends and (run.saved is not None or engine.lengths.any()):
+        cached = tokens[: run.begin()]
     run.prefill([tokens[len(cached) :]])
     (answer,) = run.decode([tokens], [0], min(run.settings.max_tokens, room), show)
     if answer.finish == "stop":  # the engine may have gone on

@@ -8,14 +8,16 @@ them, it shortens the sequences again: what is behind a sequence's end is not se
 """
 
 import collections
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from striped_attention.generation.programs import EVERYWHERE, Options, Programs
+from striped_attention.generation.fused import fingerprint
+from striped_attention.generation.programs import EVERYWHERE, Options, Programs, State
 from striped_attention.generation.room import coarse
 from striped_attention.generation.sample import NOBODY, Logprobs, Sampling, Step
 from striped_attention.inference.cache import KVCache
@@ -59,11 +61,34 @@ class Engine:
         """Each layer's cache."""
         return self.programs.with_entries(self._state.entries, self._state.lengths)
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the weights."""
+        return fingerprint(self.weights)
+
     def clear(self) -> None:
         """Begin new sequences."""
         self._state = self.programs.clear(self._state)
         self._turn += 1
         self._new_sequences()
+
+    def begin(self, length: int, scores: np.ndarray, rows: Iterable[tuple[jax.Array, jax.Array]]) -> None:
+        """Begin new sequences with `length` tokens that are the same in all of them.
+
+        `scores` [vocabulary] are those after the last of them. `rows` are each layer's keys and values, as they lie in
+        the cache of one sequence: [1, kv_heads, capacity, head_dim].
+        """
+        self.clear()
+        self.check_room([length] * self.options.batch)
+        batch, entries = self.options.batch, self._state.entries
+        try:
+            filled = tuple(self.programs.fill(*both) for both in zip(entries, rows, strict=True))
+        except BaseException:  # some of the old caches are gone
+            self._state = self.programs.empty()
+            raise
+        lengths = self._place(np.full(batch, length, np.int32))
+        self._state = State(filled, lengths, self._place(np.tile(scores, (batch, 1))))
+        self.lengths[:] = length
 
     def _new_sequences(self) -> None:
         self.lengths = np.zeros(self.options.batch, np.int64)

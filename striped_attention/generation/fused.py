@@ -12,10 +12,13 @@ A dimension that the devices do not divide is not split: such a weight lies on a
 """
 
 import functools
+import hashlib
+import json
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from striped_attention.models.llama import ModelConfig, Weights
@@ -68,3 +71,30 @@ def fuse_layer(config: ModelConfig, devices: int, layer: Weights) -> Weights:
     parts = devices if config.ffn % devices == 0 else 1
     both = jnp.stack([x.T.reshape(parts, config.ffn // parts, config.dim) for x in take("gate", "up")], axis=1)
     return {**layer, **fused, "gate_up": both, "down": layer.pop("down").T}
+
+
+def fingerprint(weights: Weights) -> str:
+    """Of fused weights; it changes with any of them, and is the same on any number of devices."""
+    layers = weights["layers"]
+    numbers = [_numbers({name: x for name, x in weights.items() if name != "layers"}), *map(_numbers, layers)]
+    said = jax.tree.map(int, jax.device_get(numbers))
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@jax.jit
+def _numbers(weights: Weights) -> dict[str, jax.Array]:
+    """A checksum of each, of its bits and where they are."""
+    return {name: _number(x, name == "gate_up") for name, x in weights.items()}
+
+
+def _number(x: jax.Array, parts: bool) -> jax.Array:
+    """Of the bits, each times an odd number of its own. `parts` are rows that were dealt to devices, as of gate_up."""
+    places = [lax.broadcasted_iota(jnp.uint32, x.shape, dimension) for dimension in range(x.ndim)]
+    if parts:
+        devices, gate_or_up, row, column = places
+        places = [gate_or_up, devices * jnp.uint32(x.shape[2]) + row, column]
+    factor = jnp.ones(x.shape, jnp.uint32)
+    for place, odd in zip(places, (2654435761, 2246822519, 3266489917), strict=False):
+        factor = factor + 2 * place * jnp.uint32(odd)
+    bits = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
+    return jnp.sum(bits * factor, dtype=jnp.uint32)

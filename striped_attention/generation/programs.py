@@ -145,6 +145,11 @@ class Programs:
         zeros = functools.partial(jax.tree.map, jnp.zeros_like)
         return self.run("clear", zeros, (state,), self._shardings(state), donate=(0,))
 
+    def fill(self, entry: Any, row: Any) -> Any:
+        """A layer's keys and values, of every sequence those of one, [1, kv_heads, capacity, dim] each."""
+        write = functools.partial(jax.tree.map, lambda x, new: x.at[:].set(new))
+        return self.run(("fill", entry[0].shape), write, (entry, row), self._shardings(entry), donate=(0,))
+
     def prefill(self, weights: Weights, state: State, tokens: jax.Array, counts: jax.Array) -> State:
         """The state with more tokens of every sequence, [batch, new] in layout order, of which `counts` are real."""
         new, last = tokens.shape[1], {name: weights[name] for name in self.config.last}

@@ -6,6 +6,7 @@ with --chat also                             {"messages": [{"role": "user", "con
 """
 
 import dataclasses
+import itertools
 import json
 import pathlib
 from typing import Any
@@ -18,6 +19,7 @@ from striped_attention.generation.text import Bytes, Tokenizer
 from striped_attention.training.source import Source
 
 SYSTEM, USER = "system", "user"
+FURTHER = ("a", " a", "\n\na", ".", "1")  # what may follow a text and become one token with its end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +80,26 @@ def encode(prompt: Prompt, encoder: Bytes | Tokenizer, chat: Chat | None) -> lis
     if chat is not None:
         return chat.tokens(chat.messages(prompt), prompt.where)
     return encoder.encode(prompt.said["prompt"])
+
+
+def opening(prompt: Prompt, tokens: list[int], encoder: Bytes | Tokenizer, chat: Chat | None) -> list[int]:
+    """Those of a prompt's tokens with which a prompt with more text begins too.
+
+    A tokenizer may make one token of the last letters and what follows them, and a template ends the message.
+    """
+    for text in FURTHER:
+        longer = encode(dataclasses.replace(prompt, said=_extended(prompt.said, text)), encoder, chat)
+        same = (a == b for a, b in zip(tokens, longer, strict=False))
+        tokens = tokens[: sum(1 for _ in itertools.takewhile(bool, same))]
+    return tokens
+
+
+def _extended(said: dict[str, Any], text: str) -> dict[str, Any]:
+    """What was given, with further text at the end of the prompt or of the last message."""
+    if "messages" not in said:
+        return {"prompt": said["prompt"] + text}
+    *others, last = said["messages"]
+    return {"messages": [*others, {**last, "content": (last.get("content") or "") + text}]}
 
 
 def read_prompts(path: pathlib.Path, chat: bool = False) -> list[Prompt]:

@@ -8,6 +8,7 @@ What ends an answer, and what its line of JSON calls it:
 """
 
 import contextlib
+import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ import rich.progress
 from striped_attention.generation.engine import Engine
 from striped_attention.generation.prompts import Prompt
 from striped_attention.generation.sample import NOBODY, Step
+from striped_attention.generation.saved import Saved, save
 from striped_attention.generation.settings import Settings
 from striped_attention.generation.stops import StopStrings
 from striped_attention.generation.text import Bytes, Tokenizer
@@ -90,7 +92,10 @@ class Answer:
 
 
 class Run:
-    """Batch after batch through one engine. `alternatives` are the likeliest tokens asked for; None: no logprobs."""
+    """Batch after batch through one engine. `alternatives` are the likeliest tokens asked for; None: no logprobs.
+
+    With `saved`, all prompts begin with its tokens.
+    """
 
     def __init__(
         self,
@@ -101,21 +106,44 @@ class Run:
         console: rich.console.Console,
         alternatives: int | None = None,
         begun: float | None = None,
+        saved: Saved | None = None,
     ) -> None:
         self.engine, self.encoder, self.ends, self.settings = engine, encoder, ends, settings
-        self.console, self.alternatives = console, alternatives
+        self.console, self.alternatives, self.saved = console, alternatives, saved
         self.begun, self.first_token = time.perf_counter() if begun is None else begun, 0.0  # seconds
         self.loading = time.perf_counter() - self.begun
         self.prefilled = self.prefill_seconds = self.decoded = self.steps = self.decode_seconds = 0.0
 
     def batch(self, numbers: range, prompts: list[Prompt], tokens: list[list[int]], out: Any) -> None:
         """Answer some prompts. With `out` each gives a line of JSON, without one the text of the first is shown."""
-        self.engine.clear()
-        self.prefill(tokens)
+        done = self.begin()
+        self.prefill([row[done:] for row in tokens])
+        self.answer(numbers, prompts, tokens, out)
+
+    def answer(self, numbers: range, prompts: list[Prompt], tokens: list[list[int]], out: Any) -> None:
+        """Answer prompts that were prefilled."""
         answers = self.decode(tokens, numbers, self.settings.max_tokens, show if out is None else None)
         if out is not None:
             for number, prompt, row, answer in zip(numbers, prompts, tokens, answers, strict=True):
                 out(self._line(number + 1, prompt, len(row), answer))
+
+    def keep(self, path: pathlib.Path, opening: list[int], prompt: list[int]) -> None:
+        """Prefill one prompt, and save the cache of its opening on the way."""
+        done = self.begin()
+        self.prefill([opening[done:]])
+        with progress(self.console, "saving the cache", "layers") as say:
+            save(self.engine, opening, path, say=say)
+        self.console.print(f"{path}: the cache of {len(opening):,} tokens", soft_wrap=True)
+        self.prefill([prompt[len(opening) :]])
+
+    def begin(self) -> int:
+        """New sequences; returns how many tokens are in the caches already, saved ones."""
+        if self.saved is None:
+            self.engine.clear()
+            return 0
+        with progress(self.console, "loading the cache", "layers") as say:
+            self.saved.load(self.engine, say)
+        return len(self.saved.tokens)
 
     def prefill(self, tokens: list[list[int]]) -> None:
         """Put tokens into the cache; rows of the engine that have no prompt get a token that is ignored."""

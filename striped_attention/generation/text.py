@@ -29,6 +29,10 @@ class Bytes:
         """None: bytes have no special tokens."""
         return None
 
+    def show(self, tokens: list[int]) -> str:
+        """The text of some tokens, for errors."""
+        return bytes(token for token in tokens if token < BYTES).decode(errors="replace")
+
     def stream(self, prompt: list[int]) -> "ByteStream":
         return ByteStream()
 
@@ -57,6 +61,10 @@ class Tokenizer:
         """The special token that a text names, like <|im_end|>; None if it names none. Text never shows them."""
         added = self._tokenizer.get_added_tokens_decoder()
         return next((number for number, token in added.items() if token.special and token.content == text), None)
+
+    def show(self, tokens: list[int]) -> str:
+        """The text of some tokens, special ones too, for errors."""
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def stream(self, prompt: list[int]) -> "TokenStream":
         return TokenStream(self._tokenizer, prompt)

@@ -28,15 +28,24 @@ def begin(
     path: pathlib.Path, tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]
 ) -> dict[str, int]:
     """Write the header for tensors of these dtypes and shapes; returns at which byte the numbers of each belong."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    content, places = header(tensors, metadata)
+    path.write_bytes(content)
+    return places
+
+
+def header(
+    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """The header that `begin` writes, its length included, and at which byte the numbers of each tensor belong."""
+    said: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for key, (code, shape) in tensors.items():
         start, end = end, end + math.prod(shape) * DTYPES[code].itemsize
-        header[key] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
+        said[key] = {"dtype": code, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(said).encode()
     text += b" " * (-len(text) % 8)
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
-    return {key: 8 + len(text) + header[key]["data_offsets"][0] for key in tensors}
+    places = {key: 8 + len(text) + said[key]["data_offsets"][0] for key in tensors}
+    return struct.pack("<Q", len(text)) + text, places
 
 
 def put(path: pathlib.Path, start: int, array: np.ndarray) -> None:
