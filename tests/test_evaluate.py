@@ -20,11 +20,13 @@ from striped_attention import cli, data
 from striped_attention.errors import Diverged, UsageError
 from striped_attention.evaluation import command
 from striped_attention.evaluation.config import EvaluateConfig
-from striped_attention.evaluation.forward import compile_answers, make_program
+from striped_attention.evaluation.forward import BACKWARD, Answering, fitting, make_program
 from striped_attention.evaluation.needle import Haystacks
 from striped_attention.generation import text
 from striped_attention.models.stages import AXES
+from striped_attention.planning.cost import estimate
 from striped_attention.runtime.mesh import make_mesh
+from striped_attention.training import memory
 from striped_attention.training.loss_by_position import Losses, Range
 from striped_attention.training.source import find
 from striped_attention.training.validation import HeldOut
@@ -109,7 +111,7 @@ def test_an_answer_is_right_if_and_only_if_greedy_decoding_gives_it():
     weights = weights_of(SMALL)
     stacked = {**weights, "layers": {n: jnp.stack([w[n] for w in weights["layers"]]) for n in weights["layers"][0]}}
     placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), stacked, program.state.weights)
-    found = jax.device_get(compile_answers(program)(placed, program.place(batch)))
+    found = jax.device_get(Answering(program).compiled(placed, program.place(batch)))
     assert ((found.wrong == 0) == (changed == 0)).all()
     logs = jax.nn.log_softmax(dense_scores(SMALL, weights, jnp.asarray(rows[:, :-1])))
     truth = -np.take_along_axis(np.asarray(logs), rows[:, 1:, None], axis=-1)[..., 0]
@@ -147,7 +149,38 @@ def test_a_hugging_face_model_has_the_losses_that_transformers_finds(tmp_path, c
     assert "has no tokenizer.json. Give one with --tokenizer" in error
 
 
+@pytest.mark.parametrize(("kind", "wanted"), [("roomy", 8192), ("between", 2048), ("small", 1024)])
+def test_chunks_follow_from_memory(kind, wanted):
+    """From the estimates; the backward pass and the optimiser, which are not there, do not count."""
+    mesh = make_mesh({AXES.batch: 1, AXES.sequence: 2}, jax.devices()[:2])
+    model = dataclasses.replace(SMALL, ffn=4096)
+
+    def made(room, **options):
+        return make_program(config(strategy="ring", **options), model, mesh, 2 * 8192, False, room).config
+
+    def needs(chunk):
+        parts = estimate(dataclasses.replace(made(0.0), chunk=chunk), {"data": 1, "sequence": 2}).memory
+        return float(sum(size for part, size in parts.items() if part not in BACKWARD))
+
+    room = {"roomy": needs(8192), "between": needs(2048), "small": 1.0}[kind]
+    assert made(room).chunk == wanted
+    assert made(room, chunk=5).chunk == 5
+
+
+def test_a_program_that_needs_more_than_was_estimated_takes_smaller_chunks():
+    mesh = make_mesh({AXES.batch: 1, AXES.sequence: 1}, jax.devices()[:1])
+    model = dataclasses.replace(SMALL, ffn=2048)
+    roomy = Answering(make_program(config(strategy="ring"), model, mesh, 4096, False))
+    needs = memory.peak(lambda: roomy.compiled)
+    smaller = fitting(roomy, config(), 0.7 * needs)
+    assert (roomy.program.config.chunk, smaller.program.config.chunk) in ((4096, 2048), (4096, 1024))
+    assert memory.peak(lambda: smaller.compiled) <= 0.7 * needs
+    assert fitting(roomy, config(chunk=4096), 0.7 * needs) is roomy, "--chunk was given"
+    assert fitting(roomy, config(), 1.0).program.config.chunk == 1024, "the least there is"
+
+
 BAD = [
+    (dict(memory=1.5), "--memory must be above 0 and at most 1"),
     (dict(needle="no place"), "--needle must have {value} in it"),
     (dict(question="{"), "--question may have the places {key} and {value}"),
     (dict(depths=(50, 101)), "--depths are percent, from 0 to 100; got 50 101"),

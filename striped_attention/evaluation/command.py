@@ -15,14 +15,14 @@ from striped_attention import data
 from striped_attention.errors import Diverged, UsageError
 from striped_attention.evaluation import table
 from striped_attention.evaluation.config import EvaluateConfig
-from striped_attention.evaluation.forward import compile_answers, make_program, plain_config
+from striped_attention.evaluation.forward import Answering, AnyForward, fitting, make_program, plain_config
 from striped_attention.evaluation.needle import Cell, Haystacks
 from striped_attention.generation import text
 from striped_attention.models.llama import Weights
 from striped_attention.options import check_output
 from striped_attention.runtime.mesh import make_mesh
 from striped_attention.runtime.record import metadata, write
-from striped_attention.training import arrays, trainer
+from striped_attention.training import arrays, memory, trainer
 from striped_attention.training.loss_by_position import perplexity
 from striped_attention.training.source import Source, find
 from striped_attention.training.validation import HeldOut, check_unweighted
@@ -36,7 +36,7 @@ def evaluate(config: EvaluateConfig) -> None:
     with _room(run.config):
         weights = arrays.read_stacked(run.source, run.mesh)
         if run.held_out is not None:
-            document["perplexity"] = run.perplexity(run.held_out, weights)
+            document["perplexity"] = run.perplexity(run.fitting(run.held_out), weights)
         if run.haystacks is not None:
             document["needle"] = run.needles(run.haystacks, weights)
     if config.output is not None and jax.process_index() == 0:
@@ -52,9 +52,10 @@ def _room(config: EvaluateConfig) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
+        chunk = "" if config.chunk is None else ", or leave out --chunk"
         raise UsageError(
             f"The devices' memory is too small for {config.batch} × {config.sequence_length} tokens at a time. Use "
-            f"more devices, or a smaller --batch, --chunk, --sequence-length or --lengths."
+            f"more devices, or a smaller --batch, --sequence-length or --lengths{chunk}."
         ) from error
 
 
@@ -65,6 +66,7 @@ class Run:
         length = config.sequence_length or source.length
         self.source = source
         self.mesh = make_mesh(trainer.mesh_sizes(plain_config(config, source.model, length), jax.device_count()))
+        self.room = memory.available(config.memory)
         quiet = jax.process_index() > 0
         self.shown = rich.console.Console(quiet=quiet, highlight=False)
         self.notes = rich.console.Console(quiet=quiet, highlight=False, stderr=True)
@@ -81,7 +83,7 @@ class Run:
             for haystack in self.lengths:
                 self.haystacks.sequence(haystack, 0, 0)  # refuses one without room
         if config.only != "needle":
-            program = make_program(config, source.model, self.mesh, length, documents=corpus.documents)
+            program = make_program(config, source.model, self.mesh, length, corpus.documents, self.room)
             self.held_out = HeldOut(program, corpus, config.sequences)
             self.held_out.check("--data", "--sequences")
         self._warn_of_length()
@@ -114,6 +116,10 @@ class Run:
             "model": {"parameters": source.model.parameters, "step": source.step, "length": source.length},
         }
 
+    def fitting(self, forward: AnyForward) -> AnyForward:
+        """What fits in the devices' memory, compiled."""
+        return fitting(forward, self.config, self.room)
+
     def perplexity(self, held_out: HeldOut, weights: Weights) -> dict[str, Any]:
         """The loss by position: shown, and as JSON."""
         with self._bar("perplexity", held_out.batches) as advance:
@@ -125,6 +131,7 @@ class Run:
             **found.as_json(),
             "perplexity": value if math.isfinite(value) else None,
             "sequences": held_out.sequences,
+            "chunk": held_out.program.config.chunk,
         }
 
     def needles(self, haystacks: Haystacks, weights: Weights) -> dict[str, Any]:
@@ -138,8 +145,9 @@ class Run:
         return {"cells": [dataclasses.asdict(cell) for cell in cells]}
 
     def _of_length(self, haystacks: Haystacks, weights: Weights, length: int, advance: Any) -> list[Cell]:
-        config, program = self.config, make_program(self.config, self.source.model, self.mesh, length, False)
-        answers = compile_answers(program)
+        config = self.config
+        forward = self.fitting(Answering(make_program(config, self.source.model, self.mesh, length, False, self.room)))
+        program, answers = forward.program, forward.compiled
         cases = [(length, depth, draw) for depth in config.depths for draw in range(config.draws)]
         wrong, losses = [], []
         for first in range(0, len(cases), config.batch):

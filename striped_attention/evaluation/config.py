@@ -87,8 +87,11 @@ class EvaluateConfig:
     """Attention kernel; auto takes the fastest that can."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """What the model computes in."""
-    chunk: int = 1024
-    """Tokens that the feed-forward layers and the loss take at a time, on each device."""
+    memory: float = 0.9
+    """The part of each device's memory that the evaluation may use. --chunk follows from it."""
+    chunk: Whole = None
+    """Tokens that the feed-forward layers and the loss take at a time, on each device. Default: as many as fit into
+    --memory."""
 
     cpu_devices: Whole = None
     """Run on this many virtual CPU devices (of each process)."""
@@ -105,6 +108,8 @@ class EvaluateConfig:
         check_shared(self)
         counts = ("sequence_length", "sequences", "draws", "key_length", "value_length", "batch", "chunk")
         check_at_least(self, dict.fromkeys(counts, 1))
+        if not 0 < self.memory <= 1:
+            raise UsageError(f"--memory must be above 0 and at most 1, a part of a device's memory; got {self.memory}.")
         if self.lengths is not None and (not self.lengths or min(self.lengths) < 1):
             raise UsageError(f"--lengths must be one or more numbers of tokens; got {_listed(self.lengths)}.")
         if not self.depths or not 0 <= min(self.depths) <= max(self.depths) <= 100:

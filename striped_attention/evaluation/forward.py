@@ -1,8 +1,13 @@
-"""Forward: a model on a mesh, for sequences of one length, without an optimizer."""
+"""Forward: a model on a mesh, for sequences of one length, without an optimizer.
+
+Without --chunk, stages take as many tokens at a time as fit in memory by the estimates of training, less what only its
+backward pass and its optimiser need. If the compiled program needs more than that, they take fewer.
+"""
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+import math
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +17,30 @@ from jaxtyping import Array
 
 from striped_attention.errors import UsageError
 from striped_attention.evaluation.config import EvaluateConfig
-from striped_attention.models.llama import ModelConfig, last_layer, logits
+from striped_attention.models.llama import ModelConfig, last_layer, logits, loss_chunk
 from striped_attention.models.stages import AXES, stage
 from striped_attention.options import parse_asked
+from striped_attention.planning import budget
+from striped_attention.planning.cost import estimate
 from striped_attention.runtime.compiler import compiler_options
 from striped_attention.strategies.choice import choose_strategy
 from striped_attention.strategies.strategy import RING
-from striped_attention.training import trainer
+from striped_attention.training import memory, trainer
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.loss_by_position import input_specs
 from striped_attention.training.step import Inputs, Program
+from striped_attention.training.validation import HeldOut
+
+BACKWARD = ("optimiser", "gradients", "kept for the backward pass")  # parts of a step's memory
 
 
-def make_program(config: EvaluateConfig, model: ModelConfig, mesh: Mesh, length: int, documents: bool) -> Program:
-    """A program for sequences of `length` tokens. Raises UsageError for what cannot be, before anything is compiled."""
+def make_program(
+    config: EvaluateConfig, model: ModelConfig, mesh: Mesh, length: int, documents: bool, room: float = math.inf
+) -> Program:
+    """A program for sequences of `length` tokens, planned for `room` bytes per device.
+
+    Raises UsageError for what cannot be, before anything is compiled.
+    """
     sizes, device = dict(mesh.shape), mesh.devices.flat[0]
     run = plain_config(config, model, length)
     devices, ring = sizes[AXES.sequence], dataclasses.replace(run, strategy=str(RING))
@@ -37,12 +52,14 @@ def make_program(config: EvaluateConfig, model: ModelConfig, mesh: Mesh, length:
         raise UsageError(f"--strategy {config.strategy}: {error}") from error
     run = dataclasses.replace(run, strategy=str(strategy))
     trainer.choose(run, sizes, documents, device.platform)  # refuses kernels that cannot do it
+    parts = estimate(run, sizes).memory
+    run = budget.within(run, sizes, room + sum(parts[name] for name in BACKWARD))
     return Program(run, mesh, documents=documents)
 
 
 def plain_config(config: EvaluateConfig, model: ModelConfig, length: int) -> TrainConfig:
     """The options that training has too."""
-    names = ("batch", "mesh", "layout", "stripe", "strategy", "kernel", "dtype", "chunk", "cpu_devices")
+    names = ("batch", "mesh", "layout", "stripe", "strategy", "kernel", "dtype", "memory", "chunk", "cpu_devices")
     shared = {name: getattr(config, name) for name in names}
     return TrainConfig(shape=model, sequence_length=length, remat="full", **shared)
 
@@ -70,7 +87,8 @@ def answers(program: Program, weights: Any, inputs: Inputs) -> Answers:
     def shard(weights: Any, inputs: Inputs) -> Answers:
         x = last_layer(model, compute, weights, program.specs, inputs.tokens, inputs.mask, program.attend)
         last, specs = ({name: tree[name] for name in model.last} for tree in (weights, program.specs))
-        found = stage(score, last, specs, x, inputs.targets, chunk=compute.chunk, dtype=compute.dtype)
+        chunk = loss_chunk(compute.chunk, model.vocabulary)
+        found = stage(score, last, specs, x, inputs.targets, chunk=chunk, dtype=compute.dtype)
         total = lambda x: lax.psum(jnp.sum(jnp.where(inputs.weights > 0, x, 0), axis=1), AXES.sequence)  # noqa: E731
         return jax.tree.map(total, found)
 
@@ -78,8 +96,34 @@ def answers(program: Program, weights: Any, inputs: Inputs) -> Answers:
     return jax.shard_map(shard, mesh=program.mesh, in_specs=specs, out_specs=Answers(rows, rows))(weights, inputs)
 
 
-def compile_answers(program: Program) -> Any:
-    """`compiled(weights, inputs) -> Answers`, which every process has whole."""
-    everywhere = jax.NamedSharding(program.mesh, PartitionSpec())
-    step = jax.jit(functools.partial(answers, program), out_shardings=everywhere)
-    return step.lower(program.state.weights, program.inputs).compile(compiler_options=compiler_options())
+@dataclasses.dataclass(frozen=True, eq=False)
+class Answering:
+    """A program that answers."""
+
+    program: Program
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """`compiled(weights, inputs) -> Answers`, which every process has whole."""
+        program = self.program
+        everywhere = jax.NamedSharding(program.mesh, PartitionSpec())
+        step = jax.jit(functools.partial(answers, program), out_shardings=everywhere)
+        return step.lower(program.state.weights, program.inputs).compile(compiler_options=compiler_options())
+
+
+AnyForward = TypeVar("AnyForward", HeldOut, Answering)
+
+
+def fitting(forward: AnyForward, asked: EvaluateConfig, room: float) -> AnyForward:
+    """The same, compiled, with smaller chunks if it needs more than `room` bytes per device and --chunk is not given.
+
+    If nothing needs less, it is what it was.
+    """
+    while (need := memory.peak(functools.partial(getattr, forward, "compiled"))) is None or need > room:
+        program = forward.program
+        sizes = {str(axis): size for axis, size in program.mesh.shape.items()}
+        less = budget.frugal(program.config, dataclasses.replace(program.config, chunk=asked.chunk), sizes)
+        if less is None:
+            break
+        forward = dataclasses.replace(forward, program=dataclasses.replace(program, config=less))
+    return forward

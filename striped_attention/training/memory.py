@@ -9,6 +9,7 @@ import os
 import platform
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -61,8 +62,13 @@ def _of_everybody(number: int) -> np.ndarray:
 
 def needed(program: Program) -> int | None:
     """Bytes of a device that the compiled step needs at its peak; None if the compiler says it is too much."""
+    return peak(lambda: program.compiled)
+
+
+def peak(compiled: Callable[[], Any]) -> int | None:
+    """The same of any program, which the call compiles."""
     try:
-        stats = program.compiled.memory_analysis()
+        stats = compiled().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

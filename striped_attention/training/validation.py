@@ -93,10 +93,10 @@ class HeldOut:
 
     def compile(self) -> None:
         """Now, rather than at the first batch."""
-        assert self._compiled is not None
+        assert self.compiled is not None
 
     @functools.cached_property
-    def _compiled(self) -> Any:
+    def compiled(self) -> Any:
         """`compiled(weights, inputs) -> Sums`."""
         program = self.program
         options = compiler_options(deterministic=program.config.deterministic, device=program.mesh.devices.flat[0])
@@ -107,7 +107,7 @@ class HeldOut:
         """Over all sequences. `say(done)` is told after every batch."""
         totals = None
         for number in range(self.batches):
-            sums = jax.device_get(self._compiled(weights, self._inputs(number)))
+            sums = jax.device_get(self.compiled(weights, self._inputs(number)))
             wide = Sums(*(x.astype(np.int64 if x.dtype.kind == "i" else np.float64) for x in sums))
             totals = wide if totals is None else Sums(*(a + b for a, b in zip(totals, wide, strict=True)))
             if say is not None:
