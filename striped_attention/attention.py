@@ -210,7 +210,9 @@ def attention_shard(
     attend = choose(kernel, exchanged(chosen, plain)).kernel
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)
-    problem = Problem(axis_name, devices, layout, length, padded_length, attend, scale, softcap, tile, chosen)
+    problem = Problem(
+        axis_name, devices, layout, length, padded_length, attend, scale, softcap, tile, chosen, deterministic
+    )
     ok = None
     if positions is not None:
         expected = layout.positions(lax.axis_index(axis_name), padded_length, devices)

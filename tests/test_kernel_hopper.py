@@ -12,7 +12,7 @@ import striped_attention as sa
 from striped_attention.kernels import choice, hopper
 from striped_attention.kernels.choice import choose, choose_stripes
 from striped_attention.kernels.contract import Block, make_request
-from striped_attention.kernels.hopper import kernel, walk
+from striped_attention.kernels.hopper import kernel, one_pass, parts, walk
 from tests.compare import FLOAT32_TOLERANCE, Shape, errors, expected, on_mesh
 from tests.test_kernel_contract import assert_close, kernel_run, oracle, random_ranges, visible_keys
 
@@ -49,19 +49,11 @@ def test_a_walk_visits_what_is_seen_once_and_masks_what_is_not_seen_whole(ranges
         for item in found:
             seen = tiles[item.batch % rows, item.own]
             visited = [int(item.tile(step)) for step in range(item.steps)]
+            assert visited == [int(item.tile(step, step < item.masked)) for step in range(item.steps)]
             assert sorted(visited) == list(range(min(visited, default=0), max(visited, default=-1) + 1))
             assert set(np.flatnonzero(seen.any(axis=(1, 2)))) <= set(visited)
             assert all(seen[tile].all() for tile in visited[item.masked :])
             assert not any(seen[tile].all() for tile in visited[: item.masked])
-
-
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_a_walk_in_rounds_makes_every_step_in_every_round_masked_ones_first(rounds):
-    for masked, steps in [(0, 0), (2, 2), (0, 3), (2, 5)]:
-        item = walk.Walk(0, 0, 0, 0, 0, masked, 0, steps)
-        made = [tuple(int(x) for x in item.visit(jnp.int32(turn), rounds)) for turn in range(rounds * steps)]
-        assert sorted(made) == [(which, step) for which in range(rounds) for step in range(steps)]
-        assert all(step < masked for _, step in made[: rounds * masked])
 
 
 # (batch, queries, keys, heads, kv_heads, dim, value_dim), masks, options
@@ -72,17 +64,34 @@ TILES = {
     ),
     "narrower values, odd scale": ((1, 60, 150, 1, 1, 192, 128), 1, {"scale": -0.1}),
     "wide heads": ((1, 130, 200, 1, 1, 256, 256), 1, {}),
+    "all gradients in one pass": ((2, 200, 330, 4, 2, 128, 128), 2, {}),
+    "one pass and softcap": ((1, 130, 200, 1, 1, 120, 120), 1, {"softcap": 2.0}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", TILES)
-def test_several_tiles_in_the_interpreter(case):
+def test_several_tiles_in_the_interpreter(case, monkeypatch):
     """More of them than the contract's cases have, and wider ones; in bfloat16 as on a GPU."""
+    made = count_calls(monkeypatch, one_pass, "gradients")
     with hopper.emulated():
         check_tiles(*TILES[case])
+    assert len(made) == ("one pass" in case)
 
 
-def check_tiles(shape, rows, options):
+def test_gradients_that_have_to_be_the_same_in_every_run_take_two_passes(monkeypatch):
+    made = count_calls(monkeypatch, one_pass, "gradients")
+    with hopper.emulated():
+        check_tiles(*TILES["all gradients in one pass"], deterministic=True)
+    assert not made
+
+
+def count_calls(monkeypatch, module, name):
+    made, plain = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: made.append(args) or plain(*args))
+    return made
+
+
+def check_tiles(shape, rows, options, **how):
     """The kernel against the oracle, wherever it runs."""
     batch, queries, keys, heads, kv_heads, dim, value_dim = shape
     rng = np.random.default_rng(0)
@@ -94,7 +103,7 @@ def check_tiles(shape, rows, options):
     positions = tuple(
         np.sort(rng.choice(max(400, queries, keys), n, replace=False)).astype(np.int32) for n in (queries, keys)
     )
-    found = kernel_run(hopper, None, inputs, start, end, positions, options, dout)
+    found = kernel_run(hopper, None, inputs, start, end, positions, options | how, dout)
     assert {x.dtype for x in found} == {np.dtype("float32")}
     # Probabilities are rounded before they are multiplied with values.
     assert_close(found, oracle(inputs, start, end, positions, options, dout), 2.0**-7)
@@ -111,9 +120,18 @@ def test_attention_in_the_interpreter():
     assert max(errors(found, expected(shape, arrays, mask.dense(300))).values()) <= FLOAT32_TOLERANCE
 
 
-@pytest.mark.parametrize(("dim", "options"), [(64, {"alibi": True}), (128, {"softcap": 30.0}), (256, {})], ids=str)
-def test_it_lowers_for_gpus(dim, options):
-    """For which there need be none here."""
+@pytest.mark.parametrize(
+    ("dim", "options", "kernels"),
+    [
+        (64, {"alibi": True}, 3),
+        (128, {"softcap": 30.0}, 2 if parts.can_add() else 3),
+        (128, {"deterministic": True}, 3),
+        (256, {}, 4),
+    ],
+    ids=str,
+)
+def test_it_lowers_for_gpus(dim, options, kernels):
+    """For which there need be none here. The backward pass is one kernel, or those of queries and of keys."""
     shape = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
     q, k = shape(1, 256, 4, dim), shape(1, 256, 2, dim)
     out, lse = shape(*q.shape, dtype=jnp.float32), shape(1, 256, 4, dtype=jnp.float32)
@@ -121,11 +139,12 @@ def test_it_lowers_for_gpus(dim, options):
 
     def both(q, k, v, out, lse, dout, start, end, places):
         bias = sa.alibi(jnp.ones(4)) if "alibi" in options else None
-        block = Block(start, end, places, places, bias=bias, softcap=options.get("softcap"))
+        how = {name: x for name, x in options.items() if name != "alibi"}
+        block = Block(start, end, places, places, bias=bias, **how)
         return kernel.attend(q)(k, v, block), kernel.attend_grad(q, out, lse, dout)(k, v, block)
 
     traced = jax.jit(both).trace(q, k, k, out, lse, out, bounds, bounds, places)
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("mosaic_gpu") >= 3
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == kernels
 
 
 def request(device="NVIDIA H200", here=False, dtype="bfloat16", dim=128, bias=None, **more):

@@ -167,7 +167,7 @@ class Block:
     """All that a kernel is told besides q, k and v. `rows` is the batch, or 1 when all sequences share a mask.
 
     Positions serve the bias; `tile` is queries × keys, None for the kernel's own choice; `pattern` says the same as
-    `start` and `end` where it is there.
+    `start` and `end` where it is there. `deterministic` asks for gradients that are the same bits in every run.
     """
 
     start: Any  # int32 [rows, queries]
@@ -179,6 +179,7 @@ class Block:
     scale: float = dataclasses.field(default=1.0, metadata={"static": True})
     softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
     tile: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
+    deterministic: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 @runtime_checkable

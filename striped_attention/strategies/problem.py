@@ -33,6 +33,7 @@ class Problem:
     softcap: float | None = None
     tile: tuple[int, int] | None = None
     strategy: Strategy = RING
+    deterministic: bool = False
 
     @property
     def query_layout(self) -> Layout:
@@ -91,7 +92,7 @@ class Problem:
             pattern = Pattern(*shape, causal=mask.prefix == 0, window=mask.window, own=own) if known else None
             alike = own and self.strategy.gather == 1
             places = positions, positions if alike else keys.positions(there, *where)
-            return Block(start, end, *places, bias, pattern, self.scale, self.softcap, self.tile)
+            return Block(start, end, *places, bias, pattern, self.scale, self.softcap, self.tile, self.deterministic)
 
         return block
 

@@ -56,9 +56,8 @@ def query_grads(
             plgpu.barrier_wait(ready.at[own])
             lse, delta = (parts.load(stats_smem.at[own, i], ROW) for i in range(2))
 
-            def step(j: Any, carry: Any, masked: bool) -> Any:
+            def step(j: Any, carry: Any, _: Any, slot: Any, masked: bool) -> Any:
                 dq, *dslope = carry
-                slot = parts.slot(j, stages)
                 plgpu.barrier_wait(k_ready.at[slot])
                 products = parts.product_transposed(q_smem.at[own], k_smem.at[slot])
                 penalty = distance = None
@@ -69,7 +68,7 @@ def query_grads(
                 s, slope = scores.of(products, penalty)
                 p = jnp.exp2(s - parts.across(lse, s.shape, 0))
                 if masked:
-                    p = jnp.where(parts.visible(bounds_smem.at[own], item.tile(j) * ROWS, s.shape, 0), p, 0.0)
+                    p = jnp.where(parts.visible(bounds_smem.at[own], item.tile(j, masked) * ROWS, s.shape, 0), p, 0.0)
                 plgpu.barrier_wait(v_ready.at[slot])
                 dp = parts.product_transposed(dout_smem.at[own], v_smem.at[slot])
                 plgpu.barrier_arrive(v_used.at[slot])
@@ -85,7 +84,7 @@ def query_grads(
                 parts.full((ROWS, dim), 0.0, BOTH),
                 *([parts.full((ROWS,), 0.0, ROW)] if biased else []),
             ]
-            dq, *dslope = parts.edges_then_inside(item.masked, item.steps, step, tuple(carry))
+            dq, *dslope = parts.visits(item, 1, stages, step, tuple(carry))
             if biased:
                 place_smem[2].at[own][...] = dslope[0]
                 plgpu.commit_smem()
@@ -150,15 +149,14 @@ def key_grads(
                 plgpu.copy_gmem_to_smem(source, target.at[own], ready.at[own])
             plgpu.barrier_wait(ready.at[own])
 
-            def step(j: Any, carry: Any, masked: bool) -> Any:
+            def step(j: Any, carry: Any, member: Any, slot: Any, masked: bool) -> Any:
                 grads = dict(zip(wanted, carry, strict=True))
-                slot = parts.slot(j, stages)
                 plgpu.barrier_wait(fetched.at[slot])
                 products = parts.product_transposed(k_smem.at[own], q_smem.at[slot])
                 penalty = None
                 if biased:
                     query = parts.load(place_smem[0].at[slot], COLUMN)
-                    head = kv_head * group + item.visit(j, group)[0]
+                    head = kv_head * group + member
                     penalty = parts.penalty(bias_refs[2][head], parts.load(place_smem[1].at[own], ROW), query)
                 s, slope = scores.of(products, penalty)
                 p = jnp.exp2(s - parts.across(parts.load(stats_smem.at[slot, 0], COLUMN), s.shape, 1))
@@ -175,7 +173,7 @@ def key_grads(
                 return tuple(grads.values())
 
             carry = tuple(parts.full((ROWS, {"dk": dim, "dv": value_dim}[name]), 0.0, BOTH) for name in wanted)
-            found = parts.edges_then_inside(group * item.masked, group * item.steps, step, carry)
+            found = parts.visits(item, group, stages, step, carry)
             for name, grad, ref in zip(wanted, found, grad_refs, strict=True):
                 grad = grad * scores.scale if name == "dk" else grad
                 parts.write(grad, grad_smem.at[own], ref.at[item.batch, rows, kv_head])
@@ -184,16 +182,15 @@ def key_grads(
         def _() -> None:
             plgpu.set_max_registers(40, action="decrease")
 
-            def copies(j: Any, slot: Any) -> list[Any]:
-                member, visited = item.visit(j, group)
-                rows, head = pl.ds(item.tile(visited) * ROWS, ROWS), kv_head * group + member
+            def copies(visited: Any, member: Any, slot: Any) -> list[Any]:
+                rows, head = pl.ds(visited * ROWS, ROWS), kv_head * group + member
                 pairs = [(q_ref.at[item.batch, rows, head], q_smem), (dout_ref.at[item.batch, rows, head], dout_smem)]
                 pairs += [(stats_ref.at[item.batch, head, :, rows], stats_smem)]
                 pairs += [(bounds_ref.at[mask_row, :, rows], bounds_smem)]
                 pairs += [(bias_refs[0].at[rows], place_smem[0])] if biased else []
                 return [(fetched, used, [(source, target.at[slot]) for source, target in pairs])]
 
-            parts.fetch(group * item.steps, stages, copies)
+            parts.fetch(item, group, stages, copies)
 
     results = [({"dk": k.shape, "dv": v.shape}[name], jnp.float32) for name in wanted]
     shared = [parts.tiled((2, ROWS, dim), k.dtype), parts.tiled((2, ROWS, value_dim), v.dtype)]

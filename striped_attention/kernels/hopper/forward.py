@@ -58,9 +58,8 @@ def forward(
 
             pl.when(group_id == 1)(take_turns)
 
-            def step(j: Any, carry: Any, masked: bool) -> Any:
+            def step(j: Any, carry: Any, _: Any, slot: Any, masked: bool) -> Any:
                 acc, top, total = carry
-                slot = parts.slot(j)
                 products = parts.product_transposed(q_smem.at[own], k_smem.at[slot], meanwhile=take_turns)
                 penalty = None
                 if biased:
@@ -69,7 +68,7 @@ def forward(
                 plgpu.barrier_arrive(k_used.at[slot])
                 raw, factor, _ = scores.raw(products, penalty)
                 if masked:
-                    seen = parts.visible(bounds_smem.at[own], item.tile(j) * tile_k, raw.shape, 0)
+                    seen = parts.visible(bounds_smem.at[own], item.tile(j, masked) * tile_k, raw.shape, 0)
                     raw = jnp.where(seen, raw, -jnp.inf)
                 new = jnp.maximum(top, raw.max(axis=1) * factor)
                 shift = jnp.where(new == -jnp.inf, 0.0, new) if masked else new  # nothing was seen so far
@@ -96,7 +95,7 @@ def forward(
                 parts.full((ROWS,), -jnp.inf, ROW),
                 parts.full((ROWS,), 0.0, ROW),
             )
-            acc, top, total = parts.edges_then_inside(item.masked, item.steps, step, carry)
+            acc, top, total = parts.visits(item, 1, STAGES, step, carry)
             pl.when(group_id == 0)(take_turns)
             seen = total > 0
             total = jnp.where(seen, total, 1.0)

@@ -99,7 +99,7 @@ def attend_grad(
     dout: Float[Array, "batch queries heads value_dim"],
 ) -> Callable[..., tuple[Array, Array, Array, Bias | None]]:
     """Backward pass; see `contract.py`."""
-    from striped_attention.kernels.hopper import backward
+    from striped_attention.kernels.hopper import backward, one_pass, parts
 
     queries = q.shape[1]
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
@@ -113,17 +113,28 @@ def attend_grad(
         ranges, tile = (bounds[:, 0], bounds[:, 1]), (TILE, ROWS)
         keys, values = (_widen(_whole(x, TILE)) for x in (k, v))
         arrays = (padded, keys, values, grads, stats)
-        width = padded.shape[-1] + grads.shape[-1]
-        rest = (bounds, *_bias(block, padded, keys), _scores(block), 2 if width <= _SHARED else 1)
-        dq, *dslopes = backward.query_grads(*arrays, walk.by_queries(*ranges, q.shape[0], tile), *rest)
         items = walk.by_keys(*ranges, keys.shape[1], q.shape[0], tile[::-1])
-        wanted = [("dk", "dv")] if width <= _REGISTERS else [("dk",), ("dv",)]
-        dk, dv = (grad for some in wanted for grad in backward.key_grads(*arrays, items, *rest, some))
-        dbias = None if block.bias is None else Bias(slopes=jnp.sum(dslopes[0], axis=(0, 2)))
+        dbias = None
+        if _one_pass(block, padded, values) and parts.can_add():
+            dq, dk, dv = one_pass.gradients(*arrays, items, bounds, _scores(block))
+        else:
+            width = padded.shape[-1] + grads.shape[-1]
+            rest = (bounds, *_bias(block, padded, keys), _scores(block), 2 if width <= _SHARED else 1)
+            dq, *dslopes = backward.query_grads(*arrays, walk.by_queries(*ranges, q.shape[0], tile), *rest)
+            wanted = [("dk", "dv")] if width <= _REGISTERS else [("dk",), ("dv",)]
+            dk, dv = (grad for some in wanted for grad in backward.key_grads(*arrays, items, *rest, some))
+            dbias = None if block.bias is None else Bias(slopes=jnp.sum(dslopes[0], axis=(0, 2)))
         dq, dk, dv = dq[:, :queries, :, : q.shape[-1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
         return dq, dk[..., : k.shape[-1]], dv[..., : v.shape[-1]], dbias
 
     return run
+
+
+def _one_pass(block: Block, q: Array, v: Array) -> bool:
+    """Whether all gradients may come from one pass: faster, but not the same bits in every run, nor for all widths."""
+    from striped_attention.kernels.hopper import one_pass
+
+    return not block.deterministic and block.bias is None and (q.shape[-1], v.shape[-1]) == (one_pass.WIDTH,) * 2
 
 
 def _key_tile(dim: int, value_dim: int) -> int:

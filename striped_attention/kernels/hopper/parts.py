@@ -67,43 +67,96 @@ def run(kernel: Any, inputs: Any, results: Any, shared: Any, barriers: Any, head
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
     )(*inputs)
-    # Under shard_map's check_vma, what comes out varies over the axes of the mesh as what goes in.
-    axes = tuple(sorted(jax.typeof(inputs[0]).manual_axis_type.varying))
-    return [lax.pcast(x, axes, to="varying") for x in found] if axes else found
+    return [varying_like(inputs[0], x) for x in found]
 
 
-def edges_then_inside(masked: Any, steps: Any, step: Callable[..., Any], carry: Any) -> Any:
-    carry = lax.fori_loop(0, masked, functools.partial(step, masked=True), carry)
-    return lax.fori_loop(masked, steps, functools.partial(step, masked=False), carry)
+def varying_like(like: Array, x: Array) -> Array:
+    """What comes out of a kernel varies over the axes of the mesh as what goes in: shard_map's check_vma asks."""
+    axes = tuple(sorted(jax.typeof(like).manual_axis_type.varying))
+    return lax.pcast(x, axes, to="varying") if axes else x
 
 
-def fetch(steps: Any, stages: int, copies: Callable[[Any, Any], list[Any]]) -> None:
-    """Fetch the tiles of all steps, each as soon as its slot, of so many stages, is free.
+def can_add() -> bool:
+    """Whether kernels can add to what other thread blocks add to: from JAX 0.11.2 on, they take mutable arrays."""
+    return emulating or jax.__version_info__ >= (0, 11, 2)
 
-    `copies` says for a step and a slot: the barrier to report to, the one that says that the slot is free, and pairs of
-    source and target.
+
+def run_adding(kernel: Any, inputs: Any, total: Any, results: Any, *more: Any) -> Any:
+    """As `run`, and before the results one, of the shape and dtype of `total`, that thread blocks `add` to."""
+    if emulating:
+        return run(kernel, inputs, [(total.shape, total.dtype), *results], *more)
+    ref = jax.new_ref(jnp.zeros(total.shape, total.dtype))
+    found = run(kernel, (*inputs, ref), results, *more)
+    return [varying_like(inputs[0], jax.freeze(ref)), *found]
+
+
+def start_sum(ref: Any, columns: int) -> None:
+    """Zeros, for the interpreter, which begins with the first thread block: so many columns for each warpgroup."""
+    if not emulating:
+        return
+    first = (lax.axis_index("heads") == 0) & (lax.axis_index("items") == 0)
+
+    def clear(group: int) -> None:
+        ref[:, :, :, pl.ds(group * columns, columns)] = jnp.zeros((*ref.shape[:3], columns), ref.dtype)
+
+    for group in range(2):
+        pl.when(first & (lax.axis_index("wg") == group))(functools.partial(clear, group))
+
+
+def add(x: Array, staged: Any, ref: Any) -> None:
+    """Add registers to float32 numbers in global memory, to which other thread blocks add as well.
+
+    Until the next one, or `write`, from the same stage, it may still be under way.
+    """
+    if emulating:  # the interpreter adds nothing up, but runs one thread block at a time
+        ref[...] = ref[...] + x
+        return
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stage is free
+    staged[...] = x
+    plgpu.commit_smem()
+    plgpu.copy_smem_to_gmem(staged, ref, reduction_op="add")
+
+
+def visits(item: Walk, rounds: int, stages: int, step: Callable[..., Any], carry: Any) -> Any:
+    """All steps of a walk, so many times: those at edges, then those inside.
+
+    `step` gets the step, the carry, the round and the slot in which the tile lies, and whether it needs a mask.
     """
 
-    def fill(j: Any, slot: Any, wait: bool) -> None:
-        for arrived, used, pairs in copies(j, slot):
-            if wait:
-                plgpu.barrier_wait(used.at[slot])
-            for source, target in pairs:
-                plgpu.copy_gmem_to_smem(source, target, arrived.at[slot])
+    def walk_once(turn: Any, carry: Any) -> Any:
+        def one(j: Any, carry: Any, masked: bool) -> Any:
+            return step(j, carry, turn, slot(turn * item.steps + j, stages), masked=masked)
 
-    for i in range(stages):
-        pl.when(i < steps)(functools.partial(fill, jnp.int32(i), i, False))
+        carry = lax.fori_loop(0, item.masked, functools.partial(one, masked=True), carry)
+        return lax.fori_loop(item.masked, item.steps, functools.partial(one, masked=False), carry)
 
-    @pl.loop(stages, steps)
-    def _(j: Any) -> None:
-        fill(j, slot(j, stages), True)
+    return lax.fori_loop(0, rounds, walk_once, carry)
 
-    def wait_for_last(slot: int) -> None:
-        for _, used, _ in copies(jnp.int32(slot), slot):
-            plgpu.barrier_wait(used.at[slot])
 
-    for i in range(stages):  # no barrier is left with an arrival that nobody has seen
-        pl.when(i < steps)(functools.partial(wait_for_last, i))
+def fetch(item: Walk, rounds: int, stages: int, copies: Callable[[Any, Any, Any], list[Any]]) -> None:
+    """Fetch the tiles of all `visits`, each as soon as its slot, of so many stages, is free.
+
+    `copies` says for a tile, a round and a slot: the barrier to report to, the one that says that the slot is free, and
+    pairs of source and target.
+    """
+
+    def wait(at: Any, used: Any) -> None:
+        plgpu.barrier_wait(used.at[at])
+
+    @pl.loop(0, rounds)
+    def _(turn: Any) -> None:
+        @pl.loop(0, item.steps)
+        def _(step: Any) -> None:
+            count = turn * item.steps + step
+            at = slot(count, stages)
+            for arrived, used, pairs in copies(item.tile(step), turn, at):
+                pl.when(count >= stages)(functools.partial(wait, at, used))
+                for source, target in pairs:
+                    plgpu.copy_gmem_to_smem(source, target, arrived.at[at])
+
+    for at in range(stages):  # no barrier is left with an arrival that nobody has seen
+        for _, used, _ in copies(jnp.int32(0), jnp.int32(0), at):
+            pl.when(at < rounds * item.steps)(functools.partial(wait, at, used))
 
 
 def fetch_keys(item: Walk, kv_head: Any, key: Any, value: Any, places: Any) -> None:
@@ -115,14 +168,14 @@ def fetch_keys(item: Walk, kv_head: Any, key: Any, value: Any, places: Any) -> N
 
     stages, tile = key[1].shape[:2]
 
-    def copies(step: Any, at: Any) -> list[Any]:
-        keys = pl.ds(item.tile(step) * tile, tile)
+    def copies(visited: Any, _: Any, at: Any) -> list[Any]:
+        keys = pl.ds(visited * tile, tile)
         pairs = [[(ref.at[item.batch, keys, kv_head], smem.at[at])] for ref, smem, _, _ in (key, value)]
         if places is not None:
             pairs[0].append((places[0].at[keys], places[1].at[at]))
         return [(ready, used, own) for (_, _, ready, used), own in zip((key, value), pairs, strict=True)]
 
-    fetch(item.steps, stages, copies)
+    fetch(item, 1, stages, copies)
 
 
 def write(x: Array, staged: Any, ref: Any) -> None:
@@ -226,6 +279,45 @@ def add_product(acc: Array, a: Array, b: Any, meanwhile: Callable[[], None] = no
         meanwhile()
 
     return pl.run_state(multiply)(plgpu.ACC.init(acc))
+
+
+class Sum:
+    """A sum of products a · b, with `a` in registers or shared memory and `b` in shared memory.
+
+    The tensor cores work on it meanwhile.
+    """
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def add(self, a: Any, b: Any, *, transposed: bool = False) -> None:
+        """Begin to add a product, of aᵀ if `transposed`."""
+        if emulating:
+            a, b = a[...], b[...]
+            self.held = self.held + plain_product(a.T if transposed else a, b)
+        else:
+            plgpu.wgmma(self.held, a.transpose((1, 0)) if transposed else a, b)
+
+    def read(self, running: int = 0) -> Array:
+        """The sum, once all products of all sums are done, but for so many that were begun last."""
+        return self.held if emulating else plgpu.wgmma_accumulator_load(self.held, wait_n=running)
+
+
+def with_sum(shape: tuple[int, int], body: Callable[[Sum], None]) -> None:
+    """Call `body` with a sum that begins with zeros."""
+    if emulating:
+        body(Sum(jnp.zeros(shape, jnp.float32)))
+    else:
+        pl.run_scoped(lambda held: body(Sum(held)), plgpu.ACC(shape, jnp.float32))
+
+
+def go_on(sums: tuple[Array, ...], body: Callable[..., None]) -> tuple[Array, ...]:
+    """Sums after `body` has added to them."""
+    if emulating:
+        held = [Sum(x) for x in sums]
+        body(*held)
+        return tuple(x.read() for x in held)
+    return tuple(pl.run_state(lambda refs: body(*map(Sum, refs)))(tuple(plgpu.ACC.init(x) for x in sums)))
 
 
 def plain_product(a: Array, b: Array) -> Array:

@@ -12,9 +12,7 @@ sorted by their number of tiles, the longest first, so that no long one is left 
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Int
 
 from striped_attention.kernels.tiles import Spans, tile_spans
@@ -39,21 +37,14 @@ class Walk(NamedTuple):
     inner: Any
     steps: Any
 
-    def tile(self, step: Any) -> Any:
-        """The tile of a step."""
-        after = jnp.where(step < self.masked, self.second, self.inner)
-        return step + jnp.where(step < self.edge, self.first, after)
-
-    def visit(self, turn: Any, times: int) -> tuple[Any, Any]:
-        """A walk made several times, masked tiles of all of them first: which one a turn belongs to, and its step."""
-        if times == 1:
-            return jnp.int32(0), turn
-        inner_turn = turn - times * self.masked
-        outside = inner_turn < 0
-        turn = jnp.where(outside, turn, inner_turn)
-        count = jnp.maximum(jnp.where(outside, self.masked, self.steps - self.masked), 1)
-        which = lax.div(turn, count)
-        return which, turn - which * count + jnp.where(outside, 0, self.masked)
+    def tile(self, step: Any, masked: bool | None = None) -> Any:
+        """The tile of a step, quicker if it is known whether that needs a mask."""
+        if masked is None:
+            masked = step < self.masked
+        if masked is False:
+            return step + self.inner
+        edge = jnp.where(step < self.edge, self.first, self.second)
+        return step + (edge if masked is True else jnp.where(masked, edge, self.inner))
 
 
 def read(ref: Any, item: Any) -> Walk:
@@ -73,8 +64,8 @@ def by_keys(start: Array, end: Array, keys: int, batch: int, tile: tuple[int, in
     """The items of a block's tiles of keys. Whoever starts early enough comes first, whoever ends late enough last."""
     queries, (tile_q, tile_k) = start.shape[1], tile
     begin = jnp.arange(0, keys, tile_k, dtype=jnp.int32)
-    count = lambda bounds, key: jnp.searchsorted(bounds, key).astype(jnp.int32)  # noqa: E731
-    before = jax.vmap(count, in_axes=(0, None))
+    # Compared with all bounds: a search would be loops of tiny kernels.
+    before = lambda bounds, key: jnp.sum(bounds[:, None] < key[:, None], axis=-1, dtype=jnp.int32)  # noqa: E731
     most, least = before(start, begin + tile_k), before(end, begin + 1)  # queries [least, most) may see some keys
     all_most, all_least = before(start, begin + 1), before(end, begin + tile_k)  # [all_least, all_most) see all keys
     first, last = least // tile_q, -(-most // tile_q)
