@@ -38,7 +38,7 @@ def test_the_kernel_for_hopper_is_right(case):
 @pytest.mark.parametrize("slots", [128, 1000, 4096])
 def test_the_kernel_for_hopper_gives_the_same_bits_again(slots):
     shape = (1, slots, slots, 8, 2, 128, 128)
-    first, second = (check_tiles(shape, 1, {}) for _ in range(2))
+    first, second = (check_tiles(shape, 1, {}, deterministic=True) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         np.testing.assert_array_equal(a, b)
 

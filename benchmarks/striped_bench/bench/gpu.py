@@ -8,6 +8,7 @@ packed, another device may be the busiest at each step of a ring: `critical_path
 busiest device all steps together take then. `overlap` says which transfers are hidden, and runs nothing.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -101,20 +102,16 @@ def gpu(options: Options, result: Record) -> Progress:
     rows = [row for row in found if "refused" not in row]
     if not rows:
         raise UsageError(f"Nothing of this can be measured. {result['refused'][0]['refused']}")
-    result["checks"] = list(mock.results(check, cases=[of_row(row) for row in rows]))
+    result["checks"] = list(mock.side_by_side(check, [of_row(row) for row in rows]))
     result["gpu"] = result["checks"][0]["gpu"]
     yield f"answers checked: {len(result['checks'])} cases, {max(c['worst'] for c in result['checks']):.1e} at most"
-    result["timed_checks"] = []
+    result |= {"timed_checks": [], "ideal": [], "members": []}
     for (n,), same in grouped(rows, "members").items():
-        result["timed_checks"] += mock.results(check_timed, n, rows=same)
-    yield f"what will be timed, against xla: {max(c['worst'] for c in result['timed_checks']):.1e}"
-    result["ideal"], result["members"] = [], []
-    for (n, *_), same in grouped(rows, *RING).items():
-        ideal, *timed = mock.results(measure, n, rows=same)
-        result["ideal"].append(ideal)
-        for row in keep(result["members"], timed):
-            result["summary"] = summary(result)
-            yield row
+        for kind, row in mock.results(check_and_measure, n, rows=same):
+            result[kind].append(row)
+            if kind == "members":
+                result["summary"] = summary(result)
+                yield row
     rates = ("tflops", "of_ideal", "over_contiguous", "planned_transfer_seconds", "planned_exposed_seconds")
     yield tabulate(result["summary"], *Case._fields, "forward", "both", *rates, "hidden", "transfers")
 
@@ -216,6 +213,17 @@ def check(cases: list[Case]) -> Iterator[Row]:
         yield {**case._asdict(), "worst": worst, "gpu": mock.gpu()}
 
 
+def check_and_measure(rows: list[Row]) -> Iterator[tuple[str, Row]]:
+    """All rings of so many devices in one process; every row with the list of the record that it belongs to."""
+    for row in check_timed(rows):
+        yield "timed_checks", row
+    for same in grouped(rows, *RING).values():
+        ideal, *timed = measure(same)
+        yield "ideal", ideal
+        for row in timed:
+            yield "members", row
+
+
 def check_timed(rows: list[Row], reference: str = "xla") -> Iterator[Row]:
     """The programs that will be timed, with few tokens, against those with another kernel; raises if they differ."""
     truths: dict[Case, Any] = {}
@@ -224,7 +232,7 @@ def check_timed(rows: list[Row], reference: str = "xla") -> Iterator[Row]:
 
         def answer(case: Case, parts: list[Any] = parts, rank: int = rank) -> list[Any]:
             member = Member(case, parts, rank)
-            out = jax.tree.leaves(member.timed(member.both)())
+            out = jax.tree.leaves(member.call(_finish(member.lower_timed(member.both)))())
             return [x.addressable_data(0) for x in out]
 
         other = case._replace(kernel=reference)
@@ -257,16 +265,22 @@ def measure(rows: list[Row]) -> list[Row]:
     runs += [(found[0], "both", functools.partial(jax.jit(one_gpu), q, k, v, dout), 3.5 * work)]
     parts = _random(first.length // first.members, heads, kv_heads)
     work = flops(visible_pairs(parse_mask(first.mask, first.length), first.length)) / first.members
+    programs = []
     for row in rows:
-        real = None
         for rank in row["ranks"]:
             member = Member(of_row(row), parts, rank)
-            real = real or _compile(member.both, *member.arguments)  # the same for every device
-            sent, memory = _transfers(real), real.memory_analysis().temp_size_in_bytes
-            new = {**row, "rank": rank, "temporary_bytes": memory}
-            found.append(new | {"transfers": len(sent), "hidden": sum(t.hidden for t in sent)})
-            runs += [(found[-1], "forward", member.timed(member.attend), work)]
-            runs += [(found[-1], "both", member.timed(member.both), 3.5 * work)]
+            real = member.lower(member.both) if rank == row["ranks"][0] else None  # the same for every device
+            programs.append((row, member, real, member.lower_timed(member.attend), member.lower_timed(member.both)))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        done = [[one and pool.submit(_finish, one) for one in lowered] for _, _, *lowered in programs]
+    for (row, member, *_), (whole, attend, both) in zip(programs, done, strict=True):
+        if whole is not None:
+            compiled = whole.result()
+            sent, memory = _transfers(compiled), compiled.memory_analysis().temp_size_in_bytes
+        new = {**row, "rank": member.rank, "temporary_bytes": memory}
+        found.append(new | {"transfers": len(sent), "hidden": sum(t.hidden for t in sent)})
+        runs += [(found[-1], "forward", member.call(attend.result()), work)]
+        runs += [(found[-1], "both", member.call(both.result()), 3.5 * work)]
     _measure(runs)
     return found
 
@@ -303,7 +317,7 @@ class Member:
     """What one device of a ring runs, attention and attention with its gradients, and its parts of the arguments."""
 
     def __init__(self, case: Case, parts: list[Any], rank: int) -> None:
-        self.case, self.layout = case, parse_layout(case.layout)
+        self.case, self.rank, self.layout = case, rank, parse_layout(case.layout)
         devices = np.roll(np.array(jax.devices()[: case.members]), rank)  # the first, which exists, is number `rank`
         self.mesh = Mesh(devices, ("sequence",))
         self.mask = parse_mask(case.mask, case.length).permute(self.layout, case.members)
@@ -319,11 +333,17 @@ class Member:
         out, pull = jax.vjp(lambda q, k, v: self.attend(q, k, v, mask), q, k, v)
         return out, pull(dout)
 
-    def timed(self, function: Any) -> Callable[[], Any]:
-        """A call of one of the two, compiled with stand-ins for everything that would be sent."""
-        arguments = self.arguments if function == self.both else self.arguments[:-1]
+    def lower(self, function: Any) -> Any:
+        """The real program of one of the two, traced."""
+        return jax.jit(function).lower(*self.arguments)
+
+    def lower_timed(self, function: Any) -> Any:
+        """The same with stand-ins for everything that would be sent."""
         with mock.at_home(self.mask, sums=False):
-            return functools.partial(_compile(function, *arguments), *arguments)
+            return self.lower(function)
+
+    def call(self, program: Any) -> Callable[[], Any]:
+        return functools.partial(program, *self.arguments)
 
     @property
     def _sharding(self) -> NamedSharding:
@@ -339,7 +359,11 @@ class Member:
 
 
 def _compile(function: Any, *arguments: Any) -> Any:
-    return jax.jit(function).lower(*arguments).compile(compiler_options=compiler_options())
+    return _finish(jax.jit(function).lower(*arguments))
+
+
+def _finish(lowered: Any) -> Any:
+    return lowered.compile(compiler_options=compiler_options())
 
 
 def one_gpu(q: Any, k: Any, v: Any, dout: Any) -> Any:

@@ -15,10 +15,12 @@ faster. So in the program that is timed a device keeps what it would send (`at_h
 Small sums over the ring (loss, norms) are left alone: only the optimiser sees them.
 """
 
+import concurrent.futures
 import contextlib
+import itertools
 import os
 import unittest.mock
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -34,15 +36,19 @@ from striped_attention.training import memory
 from striped_attention.training.config import TrainConfig
 from striped_bench.bench.workers import Team
 
+PROCESSES = 4  # that check answers at the same time
+
 
 class Task:
     """What a worker of a suite for GPUs holds: the results of a function, made one by one."""
 
-    def __init__(self, function: Callable[..., Iterable[Any]], mocked: int | None, options: Any, **_: Any) -> None:
+    def __init__(
+        self, function: Callable[..., Iterable[Any]], mocked: int | None, share: float, options: Any, **_: Any
+    ) -> None:
         if mocked is not None:  # sharded autotuning waits for GPUs that are not there
             os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_shard_autotuning=false"
             jax.config.update("jax_mock_gpu_topology", f"{mocked}x1x1")
-        memory.reserve(TrainConfig.memory)
+        memory.reserve(share)
         if (reason := cudnn.unavailable()) is not None:
             raise UsageError(f"This suite measures cuDNN, at least to compare with. {reason}")
         self._results = iter(function(**options))
@@ -51,11 +57,33 @@ class Task:
         return next(self._results, None)
 
 
-def results(function: Callable[..., Iterable[Any]], mocked: int | None = None, **options: Any) -> Iterator[Any]:
-    """What a function yields in a process of its own, for how many GPUs JAX sees is settled when it starts."""
-    with Team(Task, [set(usable_cores())], function=function, mocked=mocked, options=options) as team:
+def results(
+    function: Callable[..., Iterable[Any]],
+    mocked: int | None = None,
+    share: float = TrainConfig.memory,
+    **options: Any,
+) -> Iterator[Any]:
+    """What a function yields in a process of its own, for how many GPUs JAX sees is settled when it starts.
+
+    The process gets this `share` of the GPU's memory.
+    """
+    with Team(Task, [set(usable_cores())], function=function, mocked=mocked, share=share, options=options) as team:
         while (found := team.ask("next")[0]) is not None:
             yield found
+
+
+def side_by_side(function: Callable[..., Iterable[Any]], cases: Sequence[Any], **options: Any) -> Iterator[Any]:
+    """What a function yields for its `cases`, shared out among processes that work at the same time.
+
+    They share the GPU too, so it is for what is checked, not for what is timed.
+    """
+    count = min(len(cases), PROCESSES)
+
+    def some(first: int) -> list[Any]:
+        return list(results(function, share=TrainConfig.memory / count, cases=cases[first::count], **options))
+
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        yield from itertools.chain.from_iterable(pool.map(some, range(count)))
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ import jax
 # The first kind whose pattern a kernel's name contains counts. The second of cuDNN's patterns are its helpers backward:
 # out · dout before the products, and rounding dq and adding up the query heads of a key head after them.
 KINDS = (
-    ("attention, forward", r"sdpa.*fprop"),
-    ("attention, backward", r"sdpa.*bprop|cudnn::fusion"),
+    ("attention, forward", r"sdpa.*fprop|hopper_forward"),
+    ("attention, backward", r"sdpa.*bprop|cudnn::fusion|hopper_(query_grads|key_grads|gradients)"),
     ("copies in place of hops", r"reverse"),
     ("copies", r"(?i)memcpy|memset"),
     ("merges, sums and slices", r""),

@@ -20,12 +20,15 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
 from striped_attention.errors import UsageError
 from striped_attention.runtime.record import usable_cores
+
+_starting = threading.Lock()  # a team tells its processes from those of teams of other threads
 
 
 class WorkerError(RuntimeError):
@@ -47,9 +50,10 @@ class Team(contextlib.ExitStack):
             probe.bind(("127.0.0.1", 0))
             place = {"ranks": len(cores), "port": probe.getsockname()[1]}
         for rank, pool in enumerate(self._pools):
-            others = set(multiprocessing.active_children())
-            self._futures.append(pool.submit(_answer, kind, {"rank": rank, **place, **options}))
-            self._processes += set(multiprocessing.active_children()) - others
+            with _starting:
+                others = set(multiprocessing.active_children())
+                self._futures.append(pool.submit(_answer, kind, {"rank": rank, **place, **options}))
+                self._processes += set(multiprocessing.active_children()) - others
         try:
             self._collect()
         except BaseException:

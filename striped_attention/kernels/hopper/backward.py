@@ -32,7 +32,7 @@ def query_grads(
     group = heads // k.shape[2]
     biased = slopes is not None
 
-    def kernel(*refs: Any) -> None:
+    def hopper_query_grads(*refs: Any) -> None:
         q_ref, k_ref, v_ref, dout_ref, stats_ref, items_ref, bounds_ref, *bias_refs = refs[: 7 + 3 * biased]
         rest = refs[7 + 3 * biased :]
         (dq_ref, *slope_ref), rest = rest[: 1 + biased], rest[1 + biased :]
@@ -113,7 +113,7 @@ def query_grads(
         shared += [plgpu.SMEM((2, ROWS), jnp.float32)]
     barriers = [(4 + biased, 2), (1 + biased, stages), (1, stages), (2, stages), (2, stages)]
     inputs = (q, k, v, dout, stats, items, bounds, *((*places, slopes) if biased else ()))
-    return parts.run(kernel, inputs, results, shared, barriers, heads, items)
+    return parts.run(hopper_query_grads, inputs, results, shared, barriers, heads, items)
 
 
 def key_grads(
@@ -129,7 +129,7 @@ def key_grads(
     group = heads // kv_heads
     biased = slopes is not None
 
-    def kernel(*refs: Any) -> None:
+    def hopper_key_grads(*refs: Any) -> None:
         q_ref, k_ref, v_ref, dout_ref, stats_ref, items_ref, bounds_ref, *bias_refs = refs[: 7 + 3 * biased]
         grad_refs, rest = refs[7 + 3 * biased :][: len(wanted)], refs[7 + 3 * biased + len(wanted) :]
         k_smem, v_smem, q_smem, dout_smem, grad_smem, stats_smem, bounds_smem, *place_smem = rest[: 7 + 2 * biased]
@@ -206,4 +206,4 @@ def key_grads(
     shared += [plgpu.SMEM((stages, ROWS), jnp.int32), plgpu.SMEM((2, ROWS), jnp.int32)] if biased else []
     barriers = [(2 + biased, 2), (4 + biased, stages), (2, stages)]
     inputs = (q, k, v, dout, stats, items, bounds, *((*places, slopes) if biased else ()))
-    return parts.run(kernel, inputs, results, shared, barriers, kv_heads, items)
+    return parts.run(hopper_key_grads, inputs, results, shared, barriers, kv_heads, items)

@@ -32,7 +32,7 @@ def forward(
     group = heads // k.shape[2]
     biased = slopes is not None
 
-    def kernel(*refs: Any) -> None:
+    def hopper_forward(*refs: Any) -> None:
         (q_ref, k_ref, v_ref, items_ref, bounds_ref, *bias_refs), rest = refs[: 5 + 3 * biased], refs[5 + 3 * biased :]
         out_ref, lse_ref, q_smem, k_smem, v_smem, out_smem, lse_smem, bounds_smem, *place_smem = rest[: 8 + 2 * biased]
         q_ready, k_ready, v_ready, k_used, v_used, turns = rest[8 + 2 * biased :]
@@ -132,4 +132,4 @@ def forward(
         (2, 1),
     ]
     inputs = (q, k, v, items, bounds, *((*places, slopes) if biased else ()))
-    return parts.run(kernel, inputs, results, shared, barriers, heads, items)
+    return parts.run(hopper_forward, inputs, results, shared, barriers, heads, items)

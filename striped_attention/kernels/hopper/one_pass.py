@@ -35,8 +35,8 @@ def gradients(q: Any, k: Any, v: Any, dout: Any, stats: Any, items: Any, bounds:
     heads, kv_heads = q.shape[2], k.shape[2]
     group, half = heads // kv_heads, WIDTH // 2
 
-    def kernel(q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, stats_ref: Any, items_ref: Any, bounds_ref: Any,
-               dq_ref: Any, dk_ref: Any, dv_ref: Any, *scratch: Any) -> None:  # fmt: skip
+    def hopper_gradients(q_ref: Any, k_ref: Any, v_ref: Any, dout_ref: Any, stats_ref: Any, items_ref: Any,
+                         bounds_ref: Any, dq_ref: Any, dk_ref: Any, dv_ref: Any, *scratch: Any) -> None:  # fmt: skip
         k_smem, v_smem, q_smem, dout_smem, ds_smem, staged, stats_smem, bounds_smem, *barriers = scratch
         ready, fetched, used, met = barriers
         kv_head, group_id = lax.axis_index("heads"), lax.axis_index("wg")
@@ -108,5 +108,5 @@ def gradients(q: Any, k: Any, v: Any, dout: Any, stats: Any, items: Any, bounds:
     results = [(k.shape, jnp.float32), (v.shape, jnp.float32)]
     dq = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     inputs = (q, k, v, dout, stats, items, bounds)
-    dq, dk, dv = parts.run_adding(kernel, inputs, dq, results, shared, barriers, kv_heads, items)
+    dq, dk, dv = parts.run_adding(hopper_gradients, inputs, dq, results, shared, barriers, kv_heads, items)
     return dq * scores.scale, dk, dv
