@@ -89,11 +89,13 @@ def _forward(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any, si
 
 
 def _backward(problem: Problem, residuals: Any, dout: Array) -> Any:
-    dq, dk, dv, dbias, dsinks = _gradients(problem, residuals, dout)
+    if problem.kernel.DIFFERENTIABLE:
+        dq, dk, dv, dbias, dsinks = _forward_differentiable(problem, residuals, dout)
+    else:  # kernels that write to mutable arrays cannot be inside a custom_jvp
+        dq, dk, dv, dbias, dsinks = _gradients(problem, residuals, _first_only.bind(dout))
     return dq, dk, dv, None, dbias, dsinks
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(problem: Problem, residuals: Any, dout: Array) -> Any:
     """The gradients of q, k, v, bias and sinks."""
     q, k, v, mask, bias, sinks, out, lost, lse = residuals
@@ -110,13 +112,18 @@ def _gradients(problem: Problem, residuals: Any, dout: Array) -> Any:
     return (*cast((dq, dk, dv), (q, k, v)), cast(dbias, bias), cast(dsinks, sinks))
 
 
-@_gradients.defjvp
+_forward_differentiable = jax.custom_jvp(_gradients, nondiff_argnums=(0,))
+
+
+@_forward_differentiable.defjvp
 def _gradients_jvp(problem: Problem, primals: Any, tangents: Any) -> Any:
-    """Second derivatives, forward over reverse, with kernels in plain JAX. Reverse over reverse says that it is not."""
-    if not problem.kernel.DIFFERENTIABLE:
-        raise NotImplementedError("This kernel has no second derivatives. Use kernel='xla'.")
-    found, tangents = jax.jvp(functools.partial(_gradients.fun, problem), primals, tangents)
+    """Second derivatives, forward over reverse. Reverse over reverse is refused."""
+    found, tangents = jax.jvp(functools.partial(_gradients, problem), primals, tangents)
     return found, jax.tree.map(_forward_only.bind, tangents)
+
+
+def _refuse_second(*_: Any) -> Any:
+    raise NotImplementedError("This kernel has no second derivatives. Use kernel='xla'.")
 
 
 def _refuse_reverse(*_: Any) -> Any:
@@ -126,13 +133,20 @@ def _refuse_reverse(*_: Any) -> Any:
     )
 
 
-# The identity, of which there is no transpose: JAX asks for one when it is to differentiate in reverse.
-_forward_only = Primitive("attention_forward_only")
-_forward_only.def_impl(lambda x: x)
-_forward_only.def_abstract_eval(lambda x: x)
+def _identity(name: str) -> Primitive:
+    """What does nothing, until JAX is to differentiate it."""
+    same = Primitive(name)
+    same.def_impl(lambda x: x)
+    same.def_abstract_eval(lambda x: x)
+    batching.primitive_batchers[same] = lambda arrays, dims: (same.bind(*arrays), *dims)
+    mlir.register_lowering(same, lambda _, x: [x])
+    return same
+
+
+_forward_only = _identity("attention_forward_only")  # JAX asks for a transpose when it is to differentiate in reverse
 ad.deflinear2(_forward_only, _refuse_reverse)
-batching.primitive_batchers[_forward_only] = lambda arrays, dims: (_forward_only.bind(*arrays), *dims)
-mlir.register_lowering(_forward_only, lambda _, x: [x])
+_first_only = _identity("attention_first_only")
+ad.primitive_jvps[_first_only] = _refuse_second
 
 _ring_attention.defvjp(_forward, _backward)
 

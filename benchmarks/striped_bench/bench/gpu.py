@@ -38,7 +38,7 @@ from striped_attention.strategies.workload import Workload
 from striped_bench.bench import mock, profile
 from striped_bench.bench.blocks import replay
 from striped_bench.bench.problem import visible_pairs
-from striped_bench.bench.run import Options, Progress, Record, Row, grouped, keep, require, seconds, tabulate
+from striped_bench.bench.run import Options, Progress, Record, Row, grouped, require, seconds, tabulate
 
 LAYOUTS = (sa.contiguous(), sa.striped(), sa.zigzag())
 DIM = 128
