@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import striped_attention as sa
 from striped_attention.core.oracle import dense_attention
+from striped_attention.kernels import xla
 from tests.compare import Shape, assert_exact, errors, expected, mesh_of, random_segments
 
 SHAPE = Shape(batch=2, length=32, heads=4, kv_heads=2)
@@ -269,6 +270,14 @@ def test_second_derivatives_forward_over_reverse(mask, strategy):
     found = jax.jit(functools.partial(hessian_product, attend))(x, v)
     wanted = hessian_product(lambda x: dense_attention(x, x, x, visible), x, v)
     np.testing.assert_allclose(found, wanted, atol=1e-5 * float(jnp.abs(wanted).max()))
+
+
+def test_a_kernel_without_second_derivatives_says_so(monkeypatch):
+    monkeypatch.setattr(xla, "DIFFERENTIABLE", False)
+    x = jnp.ones((1, 8, 1, 4))
+    where = dict(mesh=mesh_of(2), axis_name="sequence", layout=sa.striped(), mask=sa.causal())
+    with pytest.raises(NotImplementedError, match=r"no second derivatives\. Use kernel='xla'"):
+        hessian_product(lambda x: sa.attention(x, x, x, **where), x, x)
 
 
 def test_a_whole_hessian():

@@ -91,8 +91,10 @@ def _forward(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any, si
 def _backward(problem: Problem, residuals: Any, dout: Array) -> Any:
     if problem.kernel.DIFFERENTIABLE:
         dq, dk, dv, dbias, dsinks = _forward_differentiable(problem, residuals, dout)
-    else:  # kernels that write to mutable arrays cannot be inside a custom_jvp
-        dq, dk, dv, dbias, dsinks = _gradients(problem, residuals, _first_only.bind(dout))
+    else:  # not by a custom_jvp, inside which kernels cannot write to mutable arrays
+        *saved, out, lost, lse = residuals
+        residuals = (*saved, _first_only.bind(out), lost, lse)
+        dq, dk, dv, dbias, dsinks = _gradients(problem, residuals, dout)
     return dq, dk, dv, None, dbias, dsinks
 
 

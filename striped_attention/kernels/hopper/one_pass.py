@@ -57,23 +57,27 @@ def gradients(q: Any, k: Any, v: Any, dout: Any, stats: Any, items: Any, bounds:
                 plgpu.barrier_wait(fetched.at[slot])
 
                 def add_all(dk: Sum, dv: Sum) -> None:
-                    found, slope = scores.of(parts.product_transposed(k_smem.at[own], q_smem.at[slot]), None)
+                    parts.with_sums([(ROWS, ROWS)] * 2, functools.partial(add_tile, dk, dv))
+
+                def add_tile(dk: Sum, dv: Sum, products: Sum, dp: Sum) -> None:
+                    products.add(k_smem.at[own], q_smem.at[slot], turned="b")
+                    dp.add(v_smem.at[own], dout_smem.at[slot], turned="b")
+                    found, slope = scores.of(products.read(running=1), None)
                     shape = found.shape
                     p = jnp.exp2(found - parts.across(parts.load(stats_smem.at[slot, 0], COLUMN), shape, 1))
                     if masked:
                         p = jnp.where(parts.visible(bounds_smem.at[slot], base, shape, 1), p, 0.0)
                     dv.add(p.astype(q.dtype), dout_smem.at[slot])
-                    dp = parts.product_transposed(v_smem.at[own], dout_smem.at[slot])
-                    ds = p * (dp - parts.across(parts.load(stats_smem.at[slot, 1], COLUMN), shape, 1))
+                    ds = p * (dp.read(running=1) - parts.across(parts.load(stats_smem.at[slot, 1], COLUMN), shape, 1))
                     ds = (ds if slope is None else ds * slope).astype(q.dtype)
                     ds_smem.at[slot, own][...] = ds
                     plgpu.commit_smem()
                     parts.take_turns(met)  # both have written their dS, and read that of the step before
-                    parts.with_sum((ROWS, half), functools.partial(add_dq, dk, ds))
+                    parts.with_sums([(ROWS, half)], functools.partial(add_dq, dk, ds))
 
                 def add_dq(dk: Sum, ds: Any, dq: Sum) -> None:
                     for i in range(2):
-                        dq.add(ds_smem.at[slot, i], k_smem.at[i, :, own_columns], transposed=True)
+                        dq.add(ds_smem.at[slot, i], k_smem.at[i, :, own_columns], turned="a")
                     dk.add(ds, q_smem.at[slot])  # still under way while dQ is stored
                     rows, head = pl.ds(item.tile(j, masked) * ROWS, ROWS), kv_head * group + member
                     parts.add(dq.read(running=1), staged.at[own], dq_ref.at[item.batch, rows, head, own_columns])

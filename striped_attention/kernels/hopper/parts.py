@@ -56,7 +56,7 @@ class Scores:
 
 
 def run(kernel: Any, inputs: Any, results: Any, shared: Any, barriers: Any, heads: int, items: Any) -> Any:
-    """Start a kernel, all heads of an item before the next item. Barriers are (arrivals, how many)."""
+    """Start a kernel, all items of a head before those of the next. Barriers are (arrivals, how many)."""
     found = plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct(*result) for result in results],
@@ -290,25 +290,26 @@ class Sum:
     def __init__(self, held: Any) -> None:
         self.held = held
 
-    def add(self, a: Any, b: Any, *, transposed: bool = False) -> None:
-        """Begin to add a product, of aᵀ if `transposed`."""
+    def add(self, a: Any, b: Any, *, turned: str = "") -> None:
+        """Begin to add a product, of aᵀ or bᵀ if `turned` is "a" or "b"."""
         if emulating:
             a, b = a[...], b[...]
-            self.held = self.held + plain_product(a.T if transposed else a, b)
+            self.held = self.held + plain_product(a.T if turned == "a" else a, b.T if turned == "b" else b)
         else:
-            plgpu.wgmma(self.held, a.transpose((1, 0)) if transposed else a, b)
+            a, b = (x.transpose((1, 0)) if turned == name else x for name, x in (("a", a), ("b", b)))
+            plgpu.wgmma(self.held, a, b)
 
     def read(self, running: int = 0) -> Array:
         """The sum, once all products of all sums are done, but for so many that were begun last."""
         return self.held if emulating else plgpu.wgmma_accumulator_load(self.held, wait_n=running)
 
 
-def with_sum(shape: tuple[int, int], body: Callable[[Sum], None]) -> None:
-    """Call `body` with a sum that begins with zeros."""
+def with_sums(shapes: list[tuple[int, int]], body: Callable[..., None]) -> None:
+    """Call `body` with sums that begin with zeros."""
     if emulating:
-        body(Sum(jnp.zeros(shape, jnp.float32)))
+        body(*(Sum(jnp.zeros(shape, jnp.float32)) for shape in shapes))
     else:
-        pl.run_scoped(lambda held: body(Sum(held)), plgpu.ACC(shape, jnp.float32))
+        pl.run_scoped(lambda *held: body(*map(Sum, held)), *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
 def go_on(sums: tuple[Array, ...], body: Callable[..., None]) -> tuple[Array, ...]:
