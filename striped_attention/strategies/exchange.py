@@ -69,7 +69,12 @@ _trade = Primitive("attention_trade")
 
 
 def _all_to_all(x: Array, *, split: int, concat: int, **where: Any) -> Array:
-    return lax.all_to_all(x, split_axis=split, concat_axis=concat, tiled=True, **where)
+    """One transposition before or after; XLA makes two of an all-to-all along inner axes."""
+    size = len(where["axis_index_groups"][0])
+    shape = (*x.shape[:split], size, x.shape[split] // size, *x.shape[split + 1 :])
+    pieces = lax.all_to_all(jnp.moveaxis(x.reshape(shape), split, 0), split_axis=0, concat_axis=0, **where)
+    together = jnp.moveaxis(pieces, 0, concat)
+    return together.reshape(*together.shape[:concat], -1, *together.shape[concat + 2 :])
 
 
 def _traded(x: Any, *, split: int, concat: int, axis_index_groups: Any, **_: Any) -> Any:

@@ -18,6 +18,7 @@ from striped_attention.kernels.hopper.walk import ROWS, Walk
 
 LOG2E = math.log2(math.e)
 STAGES = 2  # tiles that a thread block holds or waits for
+GRID_LIMIT = 2**16  # CUDA's, of all but the fastest dimension
 BOTH, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
 emulating = False  # whether kernels are traced for the interpreter of Pallas; `emulation.py` sets it
@@ -55,14 +56,22 @@ class Scores:
         return raw * factor, slope
 
 
-def run(kernel: Any, inputs: Any, results: Any, shared: Any, barriers: Any, heads: int, items: Any) -> Any:
-    """Start a kernel, all items of a head before those of the next. Barriers are (arrivals, how many)."""
+def run(
+    kernel: Any, inputs: Any, results: Any, shared: Any, barriers: Any, heads: int, items: Any, together: bool = False
+) -> Any:
+    """Start a kernel, all items of a head before those of the next, or all heads of an item `together`.
+
+    Barriers are (arrivals, how many).
+    """
+    grid = {"heads": heads, "items": items.shape[0] // walk.FIELDS}
+    if together and grid["items"] < GRID_LIMIT:
+        grid = dict(reversed(grid.items()))  # the last one changes fastest
     found = plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct(*result) for result in results],
         scratch_types=[*shared, *(plgpu.Barrier(num_arrivals=n, num_barriers=count) for n, count in barriers)],
-        grid=(heads, items.shape[0] // walk.FIELDS),
-        grid_names=("heads", "items"),
+        grid=tuple(grid.values()),
+        grid_names=tuple(grid),
         num_threads=3,
         thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
@@ -82,11 +91,15 @@ def can_add() -> bool:
 
 
 def run_adding(kernel: Any, inputs: Any, total: Any, results: Any, *more: Any) -> Any:
-    """As `run`, and before the results one, of the shape and dtype of `total`, that thread blocks `add` to."""
+    """As `run`, and before the results one, of the shape and dtype of `total`, that thread blocks `add` to.
+
+    Heads together: thread blocks of one head that run at once wait for each other's additions to the same queries.
+    """
+    run_together = functools.partial(run, together=True)
     if emulating:
-        return run(kernel, inputs, [(total.shape, total.dtype), *results], *more)
+        return run_together(kernel, inputs, [(total.shape, total.dtype), *results], *more)
     ref = jax.new_ref(jnp.zeros(total.shape, total.dtype))
-    found = run(kernel, (*inputs, ref), results, *more)
+    found = run_together(kernel, (*inputs, ref), results, *more)
     return [varying_like(inputs[0], jax.freeze(ref)), *found]
 
 
@@ -117,7 +130,7 @@ def add(x: Array, staged: Any, ref: Any) -> None:
     plgpu.copy_smem_to_gmem(staged, ref, reduction_op="add")
 
 
-def visits(item: Walk, rounds: int, stages: int, step: Callable[..., Any], carry: Any) -> Any:
+def visits(item: Walk, times: int, stages: int, step: Callable[..., Any], carry: Any) -> Any:
     """All steps of a walk, so many times: those at edges, then those inside.
 
     `step` gets the step, the carry, the round and the slot in which the tile lies, and whether it needs a mask.
@@ -130,10 +143,10 @@ def visits(item: Walk, rounds: int, stages: int, step: Callable[..., Any], carry
         carry = lax.fori_loop(0, item.masked, functools.partial(one, masked=True), carry)
         return lax.fori_loop(item.masked, item.steps, functools.partial(one, masked=False), carry)
 
-    return lax.fori_loop(0, rounds, walk_once, carry)
+    return lax.fori_loop(0, times, walk_once, carry)
 
 
-def fetch(item: Walk, rounds: int, stages: int, copies: Callable[[Any, Any, Any], list[Any]]) -> None:
+def fetch(item: Walk, times: int, stages: int, copies: Callable[[Any, Any, Any], list[Any]]) -> None:
     """Fetch the tiles of all `visits`, each as soon as its slot, of so many stages, is free.
 
     `copies` says for a tile, a round and a slot: the barrier to report to, the one that says that the slot is free, and
@@ -143,7 +156,7 @@ def fetch(item: Walk, rounds: int, stages: int, copies: Callable[[Any, Any, Any]
     def wait(at: Any, used: Any) -> None:
         plgpu.barrier_wait(used.at[at])
 
-    @pl.loop(0, rounds)
+    @pl.loop(0, times)
     def _(turn: Any) -> None:
         @pl.loop(0, item.steps)
         def _(step: Any) -> None:
@@ -156,7 +169,7 @@ def fetch(item: Walk, rounds: int, stages: int, copies: Callable[[Any, Any, Any]
 
     for at in range(stages):  # no barrier is left with an arrival that nobody has seen
         for _, used, _ in copies(jnp.int32(0), jnp.int32(0), at):
-            pl.when(at < rounds * item.steps)(functools.partial(wait, at, used))
+            pl.when(at < times * item.steps)(functools.partial(wait, at, used))
 
 
 def fetch_keys(item: Walk, kv_head: Any, key: Any, value: Any, places: Any) -> None:
