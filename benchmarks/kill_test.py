@@ -1,10 +1,10 @@
-"""Kill test: a training run that is killed again and again ends in the same bits as one that is left alone.
+"""Kill test: a training run that is killed repeatedly must give bit-identical results to an uninterrupted run.
 
-Two processes train a small model over several passes of a small text, in accumulated batches, with a checkpoint every
-few steps. SIGKILL ends one of them, their parent, or all three at once, at random moments: while the run starts, in the
-middle of a step, or while a checkpoint is half written. After each kill the same command goes on with --resume. At the
-end all arrays of the last checkpoint (weights and the optimiser's state) and the losses of all steps must be those of
-the run that nobody killed, bit for bit.
+Two processes train a small model for several epochs on a small dataset, with gradient accumulation and a checkpoint
+every few steps. SIGKILL ends one of them, their parent, or all three at once, at random moments: during start-up, in
+the middle of a step, or while a checkpoint is half written. After each kill the same command continues with --resume.
+At the end, all arrays of the last checkpoint (weights and optimiser state) and the losses of all steps must be
+bit-identical to those of the uninterrupted run.
 
     python benchmarks/kill_test.py --kills 10
 """
@@ -38,16 +38,16 @@ OPTIONS = """--local-processes 2 --cpu-devices 1 --layers 2 --dim 64 --ffn 128 -
              --sequence-length 128 --batch 2 --accumulate 2 --checkpoint-every 3 --keep 2"""
 VICTIMS = ("process 0", "process 1", "parent", "all")
 MOMENTS = ("while saving", "in the middle", "while saving", "while starting")
-ROWS = 30  # sequences of the text: a pass takes 15 steps
-DEADLINE = 600.0  # seconds without the awaited event after which something must be wrong
+ROWS = 30  # sequences in the dataset: an epoch takes 15 steps
+DEADLINE = 600.0  # seconds to wait for an event before giving up
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=int, default=10, help="how often the run is killed")
-    parser.add_argument("--steps", type=int, default=150, help="of the whole run")
-    parser.add_argument("--seed", type=int, default=0, help="for the moments and the victims")
-    parser.add_argument("--options", default="", help="more options for `striped train`, as one text")
+    parser.add_argument("--kills", type=int, default=10, help="number of kills")
+    parser.add_argument("--steps", type=int, default=150, help="steps of the whole run")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the moments and the victims")
+    parser.add_argument("--options", default="", help="further options of `striped train`, as one string")
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS / "kill_test.json")
     arguments = parser.parse_args()
     options = [*shlex.split(OPTIONS), *shlex.split(arguments.options), "--steps", str(arguments.steps)]
@@ -57,7 +57,7 @@ def main() -> int:
         folder = pathlib.Path(scratch)
         command = [sys.executable, "-m", "striped_attention.cli", "train", *options, "--data", str(text(folder))]
         alone, killed = Run(command, folder / "alone"), Run(command, folder / "killed")
-        say("The run that is left alone.")
+        say("Uninterrupted run.")
         alone.finish()
         killed.starting = alone.starting
         kills = []
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def plan(kills: int, seed: int) -> list[tuple[str, str, random.Random]]:
-    """Moment and victim of every kill: all kinds in turn, from a random one on."""
+    """Choose moment and victim of every kill: cycle through all kinds, starting with a random one."""
     rng = random.Random(seed)
     moment, victim = rng.randrange(len(MOMENTS)), rng.randrange(len(VICTIMS))
     return [
@@ -82,7 +82,7 @@ def plan(kills: int, seed: int) -> list[tuple[str, str, random.Random]]:
 
 
 def text(folder: pathlib.Path) -> pathlib.Path:
-    """A folder of short documents, ROWS sequences of 128 bytes in all."""
+    """Write a folder of short documents, ROWS sequences of 128 bytes in total."""
     rng, documents = random.Random(0), folder / "text"
     documents.mkdir()
     for i in range(10):
@@ -92,7 +92,7 @@ def text(folder: pathlib.Path) -> pathlib.Path:
 
 
 class Run:
-    """A run in a folder, of which at most one command is under way."""
+    """A training run in a folder; at most one command runs at a time."""
 
     def __init__(self, command: list[str], folder: pathlib.Path) -> None:
         self.folder, self._command = folder, [*command, "--checkpoint-dir", str(folder)]
@@ -119,7 +119,7 @@ class Run:
             raise RuntimeError(f"The run ended with exit code {process.returncode}:\n{out}")
 
     def kill(self, moment: str, victim: str, rng: random.Random, share: float) -> dict[str, Any]:
-        """Start, kill at a random moment within this share of what is left, and tell what was there then."""
+        """Start, kill at a random moment within this share of the remaining steps, and report the state of the run."""
         begun, before = time.monotonic(), self.steps_logged()
         process = self.start()
         wait_for(lambda: len(children(process)) == 2, process)
@@ -134,7 +134,7 @@ class Run:
         if moment == "while saving":
             wait_for(lambda: self._stopped_while_saving(pids.values()), process)
         send(signal.SIGKILL, pids.values() if victim == "all" else [pids[victim]])
-        send(signal.SIGCONT, pids.values())  # those that were stopped and not killed find out for themselves
+        send(signal.SIGCONT, pids.values())  # resume stopped processes that were not killed
         process.communicate(timeout=DEADLINE)
         wait_for(lambda: not any(map(alive, pids.values())))
         return {
@@ -147,7 +147,7 @@ class Run:
         }
 
     def _stopped_while_saving(self, pids: Iterable[int]) -> bool:
-        """Stop the processes if a checkpoint is half written, and let them go on if it was finished meanwhile."""
+        """Stop the processes if a checkpoint is half written; resume them if it was finished in the meantime."""
         if not self.half_written():
             return False
         send(signal.SIGSTOP, pids)
@@ -157,7 +157,7 @@ class Run:
         return True
 
     def lines(self) -> list[dict[str, Any]]:
-        """What metrics.jsonl says; its last line may be half written."""
+        """Read metrics.jsonl, without a last line that is half written."""
         path = self.folder / "metrics.jsonl"
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -172,8 +172,8 @@ class Run:
         return any(self.folder.glob("*.orbax-checkpoint-tmp*"))
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """All arrays of the last checkpoint."""
-        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax misses a file that it does not need
+        """Read all arrays of the last checkpoint."""
+        logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns about a missing file that it does not need
         reader = ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
         path = self.folder / str(self.checkpoints()[-1]) / "state"
         tree = reader.metadata(path).item_metadata.tree
@@ -183,22 +183,22 @@ class Run:
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:
-    """The training processes that a command has started, process 0 first."""
+    """Return the training processes that a command has started, process 0 first."""
     try:
         pids = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         return [int(pid) for pid in pids if "spawn_main" in pathlib.Path(f"/proc/{pid}/cmdline").read_text()]
-    except OSError:  # a process has ended meanwhile
+    except OSError:  # a process has ended in the meantime
         return []
 
 
 def send(number: signal.Signals, pids: Iterable[int]) -> None:
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError):  # it has ended already
+        with contextlib.suppress(ProcessLookupError):  # it has already ended
             os.kill(pid, number)
 
 
 def alive(pid: int) -> bool:
-    """Whether a process still runs; one that has ended and that nobody has waited for does not."""
+    """Whether a process is still running; zombies are not."""
     try:
         return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -211,12 +211,12 @@ def wait_for(condition: Any, process: subprocess.Popen[str] | None = None) -> No
         if process is not None and process.poll() is not None:
             raise RuntimeError(f"The run ended before it was killed:\n{process.communicate()[0]}")
         if time.monotonic() > deadline:
-            raise TimeoutError("what was waited for did not happen")
+            raise TimeoutError("the awaited event did not happen in time")
         time.sleep(0.002)
 
 
 def compare(alone: Run, killed: Run) -> dict[str, Any]:
-    """Whether both runs ended in the same bits."""
+    """Compare the final states and the losses of both runs, bit for bit."""
     mine, theirs = alone.arrays(), killed.arrays()
     digests = [{name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in found.items()} for found in (mine, theirs)]
     curves = [[(line["step"], line["loss"], line["gradient_norm"]) for line in run.lines()] for run in (alone, killed)]

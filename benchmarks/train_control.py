@@ -1,7 +1,7 @@
 """Control run: does training on many devices follow the same loss curve as on one?
 
-The trusted run is one device with dense attention. Beside it, with the same weights and data: 2, 4 and 8 virtual
-devices with every layout, on packed documents of Python's standard library, in float32. What counts is the largest
+The reference is one device with dense attention. It is compared with 2, 4 and 8 virtual devices and every layout, with
+the same initial weights and data: packed documents of Python's standard library, in float32. The result is the largest
 relative difference of a loss over all steps. Nothing is timed.
 """
 
@@ -27,7 +27,7 @@ LAYOUTS = (("contiguous", None), ("striped", 1), ("striped", 16), ("zigzag", Non
 
 
 def curve(corpus: data.Corpus, steps: int, devices: int, layout: str, stripe: int | None, attend=None) -> np.ndarray:
-    """The losses of a run."""
+    """Train, and return the losses of all steps."""
     config = TrainConfig(**RUN, steps=steps, layout=layout, stripe=stripe)
     mesh = Mesh(np.array(jax.devices()[:devices]).reshape(1, devices), ("data", "sequence"))
     program = Program(config, mesh, attend)
@@ -41,7 +41,7 @@ def curve(corpus: data.Corpus, steps: int, devices: int, layout: str, stripe: in
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=50, help="of every run")
+    parser.add_argument("--steps", type=int, default=50, help="steps of every run")
     parser.add_argument("--devices", type=int, nargs="+", default=[2, 4, 8], help="devices of the sequence axis")
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS / "train_control.json")
     arguments = parser.parse_args()

@@ -1,13 +1,13 @@
-"""Memory of a training step: what one device needs, from the compiled program, over lengths and devices.
+"""Memory of a training step per device, from the compiled program, by sequence length and number of devices.
 
-The step of `striped train` is compiled and asked for its memory; nothing is run. Beside it stands what the dry run
-(`striped train --dry-run`) says of the same step, so that one sees how far to trust it. By default a small model for
-virtual CPU devices; on a machine with a GPU
+Compiles the step of `striped train` and reads its memory needs; nothing is run. The estimate of the dry run (`striped
+train --dry-run`) for the same step is recorded for comparison. By default a small model is compiled for virtual CPU
+devices. On a machine with a GPU,
 
     python benchmarks/train_memory.py --mock-gpus 8 --preset 1b --lengths 65536 262144
 
-compiles for 8 of them, of which only one needs to exist. With JAX's plugin for GPUs, which `make test-gpu-compile` puts
-into build/cuda, none needs to:
+compiles for 8 GPUs, of which only one needs to exist. With JAX's GPU plugin, which `make test-gpu-compile` installs
+in build/cuda, no GPU is needed:
 
     PYTHONPATH=build/cuda python benchmarks/train_memory.py --topology h200:1x1x8 --preset 1b --remat none --chunk 8192
 """
@@ -35,7 +35,7 @@ SMALL = dict(preset="debug", layers=4, dim=256, ffn=768, heads=8, kv_heads=4)
 
 
 def measure(options: dict[str, Any], length: int, those: list[Any]) -> dict[str, int]:
-    """Bytes of one device: arguments (state and batch), temporaries, and the dry run's total."""
+    """Return bytes per device: arguments (state and batch), temporaries, and the dry run's total."""
     config, devices = TrainConfig(**options, sequence_length=length), len(those)
     mesh = Mesh(np.array(those).reshape(1, devices), ("data", "sequence"))
     program = Program(config, mesh)
@@ -54,22 +54,22 @@ def prepare(mock_gpus: int | None, devices: list[int]) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", max(devices))
     else:
-        os.environ["XLA_FLAGS"] = "--xla_gpu_shard_autotuning=false"  # it waits for GPUs that are not there
+        os.environ["XLA_FLAGS"] = "--xla_gpu_shard_autotuning=false"  # it would wait for GPUs that do not exist
         jax.config.update("jax_mock_gpu_topology", f"{mock_gpus}x1x1")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     lengths = [4096, 8192, 16_384, 32_768, 65_536]
-    parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="tokens of a sequence")
-    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8], help="virtual CPU devices")
+    parser.add_argument("--lengths", type=int, nargs="+", default=lengths, help="sequence lengths in tokens")
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 2, 4, 8], help="numbers of virtual CPU devices")
     parser.add_argument("--mock-gpus", type=int, help="compile for this many GPUs instead")
-    parser.add_argument("--topology", help="compile for GPUs that are not here, as `striped compile` takes it")
-    parser.add_argument("--remat", default="attention", help="what layers keep, as `striped train` takes it")
-    parser.add_argument("--chunk", type=int, default=1024, help="tokens that stages take at a time")
-    parser.add_argument("--kernel", default="auto", help="the attention kernel; hopper where a GPU is not here")
-    parser.add_argument("--preset", help="a model of `striped train` instead of the small one")
-    parser.add_argument("--dtype", default="bfloat16", help="what the model computes in")
+    parser.add_argument("--topology", help="compile for GPUs without having them, as in `striped compile`")
+    parser.add_argument("--remat", default="attention", help="what layers keep for backward, as in `striped train`")
+    parser.add_argument("--chunk", type=int, default=1024, help="tokens per chunk, as in `striped train`")
+    parser.add_argument("--kernel", default="auto", help="attention kernel; without a GPU, hopper")
+    parser.add_argument("--preset", help="model preset of `striped train` instead of the small model")
+    parser.add_argument("--dtype", default="bfloat16", help="compute dtype of the model")
     parser.add_argument("--output", type=pathlib.Path, default=RESULTS / "train_memory.json")
     arguments = parser.parse_args()
     model: dict[str, Any] = SMALL if arguments.preset is None else dict(preset=arguments.preset)

@@ -1,7 +1,8 @@
-"""Your own model, in Equinox: Striped Attention in place of a transformer's own.
+"""Striped Attention in your own Equinox model.
 
-The model runs inside `jax.shard_map`, each device on its own tokens. Its attention is `sa.attention_shard`, its rotary
-positions come from the layout; nothing else knows that there are other devices. Packed documents come along for free.
+The model runs inside `jax.shard_map`, each device on its own tokens. It calls `sa.attention_shard` for attention and
+gets its rotary positions from the layout; no other part of the model needs to know about other devices. Packed
+documents need no further changes.
 
     python examples/equinox_model.py        (needs: pip install equinox)
 """
@@ -56,12 +57,12 @@ class Model(eqx.Module):
 
 
 def apply(layer, x):
-    """An Equinox layer on every token of [batch, slots]."""
+    """Apply an Equinox layer to every token of [batch, slots]."""
     return jax.vmap(jax.vmap(layer))(x)
 
 
 def rotate(x, positions):
-    """Rotary positions, angles in float32 from whole numbers."""
+    """Apply rotary positions; angles are computed in float32 from integer positions."""
     half = x.shape[-1] // 2
     angle = positions.astype(jnp.float32)[None, :, None, None] * 10_000.0 ** -(jnp.arange(half) / half)
     cos, sin, a, b = jnp.cos(angle), jnp.sin(angle), x[..., :half], x[..., half:]
@@ -69,14 +70,14 @@ def rotate(x, positions):
 
 
 def total_loss(model, tokens, targets, positions, attend):
-    """The sum over tokens; padding has the target -1 and does not count."""
+    """Sum the losses of all tokens; padding has target -1 and is ignored."""
     scores = model(tokens, positions, attend)
     target = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
     return jnp.sum(jnp.where(targets >= 0, jax.nn.logsumexp(scores, axis=-1) - target, 0))
 
 
 def on_the_mesh(model, tokens, targets, segment_ids):
-    """Loss and gradients with the sequence spread over all devices."""
+    """Compute loss and gradients with the sequence sharded over all devices."""
     layout = sa.striped(16)
     mask = sa.documents(segment_ids).permute(layout, DEVICES)
     tokens, targets = (layout.permute(x, DEVICES, axis=1, pad=pad) for x, pad in ((tokens, 0), (targets, -1)))
@@ -94,7 +95,7 @@ def on_the_mesh(model, tokens, targets, segment_ids):
 
 
 def on_one_device(model, tokens, targets, segment_ids):
-    """The same with dense attention, in text order."""
+    """Compute the same with dense attention, in sequence order."""
     picture = sa.documents(segment_ids).dense(LENGTH)
 
     def attend(q, k, v):
@@ -118,7 +119,7 @@ def main():
     print(f"loss on {DEVICES} devices {loss / text[:, 1:].size:.6f}, on one {expected / text[:, 1:].size:.6f}")
     print(f"largest difference of a gradient: {worst:.1e} of its size")
     if abs(loss - expected) > 1e-5 * expected or worst > 1e-4:
-        raise SystemExit("The two differ: please report this.")
+        raise SystemExit("The results differ: please report this.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Your own model, in Flax NNX: Striped Attention in place of `nnx.MultiHeadAttention`'s own.
+"""Striped Attention in your own Flax NNX model, as the `attention_fn` of `nnx.MultiHeadAttention`.
 
 `attention_fn` is the only line of the model that changes. The model runs inside `jax.shard_map`, each device on its own
-tokens, and takes their positions from the layout. Its losses and gradients are those of the same model on one device.
+tokens, with positions from the layout. Losses and gradients equal those of the same model on one device.
 
     python examples/flax_nnx.py        (needs: pip install flax)
 """
@@ -45,11 +45,11 @@ class Model(nnx.Module):
 
 
 def striped_attention_fn(layout):
-    """What `attention_fn` may be inside `shard_map`. The mask is the layout's business, so Flax must not bring one."""
+    """Make an `attention_fn` for use inside `shard_map`. It applies the mask itself, so Flax must not pass one."""
 
     def attend(query, key, value, *, mask, dropout_rate, is_causal, **_):
         if mask is not None or dropout_rate or is_causal:
-            raise ValueError("Striped Attention masks by itself: pass no mask, no dropout, no is_causal.")
+            raise ValueError("Striped Attention applies the mask itself: pass no mask, no dropout and no is_causal.")
         return sa.attention_shard(query, key, value, axis_name="sequence", layout=layout, mask=sa.causal())
 
     return attend
@@ -62,7 +62,7 @@ def total_loss(graph, weights, tokens, targets, positions, is_causal):
 
 
 def on_the_mesh(tokens, targets):
-    """Loss and gradients with the sequence spread over all devices."""
+    """Compute loss and gradients with the sequence sharded over all devices."""
     layout = sa.striped()
     graph, weights = nnx.split(Model(striped_attention_fn(layout), nnx.Rngs(0)))
     tokens, targets = (layout.permute(x, DEVICES, axis=1) for x in (tokens, targets))
@@ -79,7 +79,7 @@ def on_the_mesh(tokens, targets):
 
 
 def on_one_device(tokens, targets):
-    """The same with Flax's own attention, in text order."""
+    """Compute the same with Flax's own attention, in sequence order."""
     graph, weights = nnx.split(Model(nnx.dot_product_attention, nnx.Rngs(0)))
     loss = functools.partial(total_loss, graph, positions=np.arange(LENGTH)[None], is_causal=True)
     return jax.jit(jax.value_and_grad(loss))(weights, tokens, targets)
@@ -92,12 +92,12 @@ def main():
     worst = max(
         float(jnp.abs(a - b).max() / jnp.abs(b).max())
         for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected_gradients), strict=True)
-        if jnp.abs(b).max() > 1e-3  # the key's bias has no effect on a softmax: its gradient is rounding alone
+        if jnp.abs(b).max() > 1e-3  # the key bias does not affect the softmax: its gradient is only rounding
     )
     print(f"loss on {DEVICES} devices {loss / text[:, 1:].size:.6f}, on one {expected / text[:, 1:].size:.6f}")
     print(f"largest difference of a gradient: {worst:.1e} of its size")
     if abs(loss - expected) > 1e-5 * expected or worst > 1e-4:
-        raise SystemExit("The two differ: please report this.")
+        raise SystemExit("The results differ: please report this.")
 
 
 if __name__ == "__main__":

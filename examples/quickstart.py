@@ -1,4 +1,4 @@
-"""Striped Attention in one screen: run it on 8 virtual CPU devices, check it, and see why stripes are fair.
+"""Quickstart: run Striped Attention on 8 virtual CPU devices, check the result, and see how stripes balance the work.
 
 python examples/quickstart.py
 """
@@ -15,7 +15,7 @@ DEVICES, LENGTH = 8, 4096
 
 
 def check() -> None:
-    """Attention over the mesh equals dense attention on one device."""
+    """Compare attention over the mesh with dense attention on one device."""
     rng = np.random.default_rng(0)
     query = rng.standard_normal((1, LENGTH, 4, 64), np.float32)
     key, value = rng.standard_normal((2, 1, LENGTH, 2, 64), np.float32)
@@ -29,12 +29,12 @@ def check() -> None:
     error = float(np.abs(out - dense_attention(query, key, value, sa.causal().dense(LENGTH))).max())
     print(f"{LENGTH} tokens on {DEVICES} devices, {layout}: largest difference from dense attention {error:.1e}")
     if error > 1e-5:
-        raise SystemExit("The result differs from the oracle: please report this.")
-    print("The result equals the oracle.\n")
+        raise SystemExit("The result differs from dense attention: please report this.")
+    print("The result equals dense attention.\n")
 
 
 def show_work() -> None:
-    """How many tiles every device runs, and how long the ring takes: every step waits for its busiest device."""
+    """Show the tiles that each device runs, and the critical path: every step waits for its busiest device."""
     length, tile = 65_536, CPU_TILE
     print(f"Tiles of {tile[0]} × {tile[1]} that each device runs for {length} tokens (causal, one head):\n")
     print(f"{'layout':14}" + "".join(f"{f'dev {d}':>8}" for d in range(DEVICES)) + f"{'critical path':>16}")
@@ -44,7 +44,7 @@ def show_work() -> None:
         paths.append(int(tiles.max(axis=0).sum()))
         row = "".join(f"{n:>8}" for n in tiles.sum(axis=1))
         print(f"{layout!r:14}{row}{paths[-1]:>16}  ({paths[0] / paths[-1]:.2f}× contiguous)")
-    print("\nThe critical path adds up the busiest device of every step: what a run on 8 real devices would wait for.")
+    print("\nThe critical path sums the busiest device of every step: it bounds the time on 8 real devices.")
 
 
 if __name__ == "__main__":

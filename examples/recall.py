@@ -1,15 +1,15 @@
-"""Long context that one can see: a toy model learns to recall, first over 256 tokens, then over 1,024.
+"""Long context in a toy example: a model learns to recall over 256 tokens, then over 1,024.
 
     python examples/recall.py FOLDER
 
-A document gives every key a value, once, at its beginning. All along it asks for them, in random order:
+The beginning of a document gives every key a value, once. The rest asks for the values, in random order:
 
     C5 A3 E0 B3   ?A 3 . ?B 3 ?C 5 ?B 3 . ?E 0 ?A 3 ...
 
-The model has one layer of attention, so it can answer only by looking at the beginning, however far away that is. It is
-trained on short documents, then goes on with long ones (`--start-from`, a longer `--sequence-length`, a larger
-`--rope-theta`, which alone does most of it here, as the validation before the first step shows). `striped evaluate`
-compares the two: the loss by position, and needles in haystacks. Takes a minute.
+The model has one attention layer, so it can answer only by attending to the beginning, however far away that is. It is
+trained on short documents, and then on long ones (`--start-from`, a longer `--sequence-length`, and a larger
+`--rope-theta`, which by itself has most of the effect here, as the validation before the first step shows). `striped
+evaluate` compares both models: loss by position, and needle in a haystack. Takes a minute.
 """
 
 import json
@@ -25,13 +25,13 @@ KEYS, VALUES = "ABCDE", "01234567"
 SHORT, LONG = 256, 1024
 MODEL = "--layers 1 --dim 32 --ffn 64 --heads 2 --kv-heads 2 --vocabulary 56"
 TRAINING = "--dtype float32 --learning-rate 1e-2 --schedule constant --warmup 10 --weight-decay 0"
-# The needle is a pair of a key that the held-out documents do not have.
+# The needle uses a key that does not occur in the held-out documents.
 NEEDLE = ["--needle", " {key}{value} ", "--question", " ?{key}", "--answer", " {value}", "--key-characters", KEYS[-1]]
 NEEDLE += ["--key-length", "1", "--value-characters", VALUES, "--value-length", "1", "--draws", "16"]
 
 
 def document(random: np.random.Generator, length: int, keys: str) -> str:
-    """One text of about so many tokens."""
+    """Make a document of about `length` tokens."""
     given = {key: random.choice(list(VALUES)) for key in random.permutation(list(keys))}
     words = [key + value for key, value in given.items()]
     while len(words) < length:
@@ -41,7 +41,7 @@ def document(random: np.random.Generator, length: int, keys: str) -> str:
 
 
 def write_texts(folder: pathlib.Path, count: int, length: int, seed: int, keys: str = "") -> None:
-    """A folder of documents, of half to all of `length` tokens, with four of the five keys each."""
+    """Write a folder of documents with `length` / 2 to `length` tokens, each with four of the five keys."""
     random = np.random.default_rng(seed)
     folder.mkdir(parents=True)
     for number in range(count):
@@ -51,7 +51,7 @@ def write_texts(folder: pathlib.Path, count: int, length: int, seed: int, keys: 
 
 
 def write_tokenizer(path: pathlib.Path) -> None:
-    """Words are tokens."""
+    """Write a tokenizer whose tokens are words."""
     words = [*(key + value for key in KEYS for value in VALUES), *(f"?{key}" for key in KEYS), *VALUES, "."]
     model = tokenizers.models.WordLevel(
         {word: i for i, word in enumerate([*words, "</s>", "[UNK]"])}, unk_token="[UNK]"

@@ -1,10 +1,9 @@
-"""`make demo`: train a small language model with Striped Attention, then see what the stripes are worth.
+"""`make demo`: train a small language model with Striped Attention, then compare layouts.
 
-1. 8 virtual CPU devices train on the sources of Python's standard library, packed documents and all.
-2. The same step of the same model, striped and contiguous (Ring Attention), on two processes with a core each: time on
-   the clock.
-3. Its attention on 8 devices, and that of a longer text, counted: with more devices than cores the clock only shows the
-   total work.
+1. Train on 8 virtual CPU devices, on the sources of Python's standard library as packed documents.
+2. Time the same training step, striped and contiguous (Ring Attention), on two processes with a core each.
+3. Count the attention work of 8 devices, for this sequence and a longer one. (With more devices than cores, wall-clock
+   time would only show the total work.)
 """
 
 import dataclasses
@@ -30,7 +29,7 @@ from striped_attention.training.step import Program
 from striped_attention.training.trainer import train
 
 DEVICES = 8
-# A ring, for it is what stripes balance.
+# The ring strategy, because that is what stripes balance.
 TRAIN = TrainConfig(
     sequence_length=6144, steps=30, learning_rate=3e-3, warmup=3, dtype="float32", cpu_devices=DEVICES, strategy="ring"
 )
@@ -58,14 +57,14 @@ def learn() -> None:
 
 
 def sketch(values: list[float], width: int = 40) -> str:
-    """A curve in one line of text."""
+    """Draw a curve in one line of text."""
     means = np.array([part.mean() for part in np.array_split(np.array(values), min(width, len(values)))])
     heights = (means - means.min()) / (means.max() - means.min()) * 7
     return "".join("▁▂▃▄▅▆▇█"[round(height)] for height in heights)
 
 
 def compare(config: TrainConfig) -> int:
-    """Part 2, run by each of the two processes: steps of both layouts in turn."""
+    """Part 2, run by each of the two processes: time steps of both layouts, interleaved."""
     launch.connect(config)
     corpus = data.load(None, None, None, config.model.vocabulary)
     steps = {}
@@ -86,9 +85,9 @@ def compare(config: TrainConfig) -> int:
     if jax.process_index() == 0:
         medians = {name: statistics.median(entry[3]) for name, entry in steps.items()}
         for name, median in medians.items():
-            print(f"   {name:30} {median:6.2f} s a step, {config.sequence_length / median:8,.0f} tokens/s")
+            print(f"   {name:30} {median:6.2f} s per step, {config.sequence_length / median:8,.0f} tokens/s")
         ring, striped = medians.values()
-        print(f"   striped is {ring / striped:.2f}× as fast, on the clock\n", flush=True)
+        print(f"   striped is {ring / striped:.2f}× as fast (wall-clock)\n", flush=True)
     return 0
 
 
@@ -96,9 +95,9 @@ def count() -> None:
     """Part 3."""
     corpus = data.load(None, None, None, 257)
     print(
-        f"3. {DEVICES} devices: critical path of attention, the busiest device of every step added up. Counted work, in"
+        f"3. {DEVICES} devices: critical path of attention, the sum over steps of the busiest device's work. Counted in"
     )
-    print(f"   tiles of {' × '.join(map(str, CPU_TILE))}, not time; in brackets against contiguous.")
+    print(f"   tiles of {' × '.join(map(str, CPU_TILE))}, not timed; in brackets the speed-up over contiguous.")
     for length in (TRAIN.sequence_length, LONGER):
         documents = sa.documents(data.read(corpus, 0, range(1), length, 0).segments)
         own = dataclasses.replace(TRAIN, sequence_length=length).make_layout(DEVICES, platform="cpu")
@@ -126,7 +125,7 @@ def main() -> int:
         if code:
             return code
     else:
-        print("   Left out: it needs two cores, and there is one. Sharing it, both layouts would take the same time.\n")
+        print("   Skipped: it needs two cores, and there is one. On one core both layouts would take the same time.\n")
     count()
     return 0
 

@@ -19,6 +19,7 @@ from striped_attention.errors import SlowKernelWarning as SlowKernelWarning
 from striped_attention.inference.attention import decode_attention as decode_attention
 from striped_attention.inference.attention import prefill_attention as prefill_attention
 from striped_attention.inference.cache import KVCache as KVCache
+from striped_attention.planning.layouts import best_layout as best_layout
 from striped_attention.planning.plan import plan as plan
 from striped_attention.runtime.compiler import compiler_options as compiler_options
 from striped_attention.runtime.mesh import make_mesh as make_mesh

@@ -1,6 +1,6 @@
-"""The two entries: `attention` for global arrays on a mesh, `attention_shard` for code already inside `jax.shard_map`.
+"""Public entry points: `attention` for global arrays on a mesh, `attention_shard` for code inside `jax.shard_map`.
 
-Both check everything that can be checked before anything runs, choose a kernel and follow the strategy.
+Both validate their arguments before anything runs, choose a strategy and a kernel, and run them.
 """
 
 import contextlib
@@ -59,43 +59,43 @@ def attention(
     length: int | None = None,
     positions: Int[Array | np.ndarray, "*rows length"] | None = None,
 ) -> Float[Array, "batch length heads dim"]:
-    """Exact attention over one long sequence that is spread over the devices of a mesh axis.
+    """Compute exact attention over sequences that are sharded over a mesh axis.
 
-    Shapes and names follow `jax.nn.dot_product_attention`. The arrays are global and in layout order along their length
-    (`layout.permute`); so is the result.
+    Shapes and names follow `jax.nn.dot_product_attention`. All arrays are global. Inputs and output are in layout order
+    along the sequence dimension (`layout.permute`).
 
     Args:
-      axis_name: the mesh axis that the sequence is spread over; or several, like ("node", "gpu"), the last one with
-        the fastest interconnect.
-      layout: `striped()`, `striped(stripe)`, `contiguous()` or `zigzag()`, the same that permuted the arrays.
-      mask: which keys a query sees, in text order: `causal()`, `documents(segment_ids)`, …; it is permuted for you.
-      mesh: the device mesh; by default the one of `jax.set_mesh`.
-      spec: how query, key and value are sharded, for example P("data", "sequence", "model", None).
-      scale: what scores are multiplied with; 1/√dim by default.
+      axis_name: the mesh axis that shards the sequence; or several, e.g. ("node", "gpu"), the last one with the fastest
+        interconnect.
+      layout: `striped()`, `striped(stripe)`, `contiguous()` or `zigzag()`; the layout that permuted the arrays.
+      mask: which keys a query sees, in sequence order: `causal()`, `documents(segment_ids)`, …; permuted automatically.
+      mesh: the device mesh; by default the one set by `jax.set_mesh`.
+      spec: how query, key and value are sharded, e.g. P("data", "sequence", "model", None).
+      scale: the factor that scores are multiplied by; 1/√dim by default.
       softcap: scores become softcap · tanh(score / softcap).
       bias: `alibi(slopes)` or `relative_bias(table)`, added to the scores.
-      sinks: one logit per head that takes part in the softmax and has no value (attention sinks).
-      strategy: how queries and keys come to meet. "ring": keys travel from device to device. "heads": each device gets
-        the whole sequence for its share of the heads (Ulysses). "gather": each device gathers all keys. Or
-        `sa.strategy(heads=…, gather=…, inner=…)`, groups of neighbours and a ring of groups, with `inner` a double
-        ring. All give the same answer. "auto" takes the one that the planner's cost model expects to be fastest for
-        these shapes, this mask and this hardware, of those that fit in memory, and logs it at level INFO.
-      kernel: "auto", "xla" (plain JAX: everything, everywhere), "cudnn" (NVIDIA GPUs), "hopper" (H100 and H200; not
-        measured yet, so "auto" does not take it) or "pallas_tpu" (TPUs). What "auto" takes, the fastest that can do
-        what is asked, it says through `logging`, at level INFO; where that is a slow one on a GPU or TPU, a
-        `SlowKernelWarning` says why.
-      tile: the kernel's tile, queries × keys, or one number for a square; the kernel knows a good default.
-      deterministic: whether gradients must be the same bits in every run, on the same devices and versions. Kernels
-        that add up in changing order, `cudnn` among them, are not used then. The forward pass always is.
-      length: the number of real tokens, when the arrays were padded; what lies past it is never seen. A `documents`
-        mask knows it already, unless the arrays were padded further than they need.
+      sinks: attention sinks, one logit per head; each takes part in the softmax but has no value.
+      strategy: how queries meet the keys of other devices. "ring": keys and values travel from device to device.
+        "heads": each device gets the whole sequence for its share of the heads (Ulysses). "gather": each device gathers
+        all keys and values. `sa.strategy(heads=…, gather=…, inner=…)` combines them; `inner` makes a double ring. All
+        strategies give the same result. "auto" takes the one that the planner's cost model expects to be fastest for
+        these shapes, mask and hardware, of those that fit in memory, and logs it at level INFO.
+      kernel: "auto", "xla" (plain JAX: supports everything on any platform), "cudnn" (NVIDIA GPUs), "hopper" (H100 and
+        H200; not measured yet, so "auto" does not take it) or "pallas_tpu" (TPUs). "auto" takes the fastest kernel that
+        supports the call and logs it at level INFO. If that is a slow one on a GPU or TPU, a `SlowKernelWarning` gives
+        the reason.
+      tile: the kernel's tile (queries, keys), or one integer for a square tile; every kernel has a good default.
+      deterministic: whether gradients must be bitwise identical in every run on the same devices and software versions.
+        Excludes kernels that sum in varying order, such as `cudnn`. The forward pass is always deterministic.
+      length: the number of real tokens if the arrays were padded; padding is never attended to. A `documents` mask
+        already knows it, unless the arrays were padded further than necessary.
       positions: optional, and only checked: the position of the token in every slot, [length] or [batch, length],
-        permuted by you together with the tokens. Arrays that are in another order than attention expects (not
-        permuted, for another layout or number of devices, or with padding that counts as real) then raise; where
-        positions are known only when the program runs, the result is NaN, and with SA_CHECK=1 the reason is logged.
+        permuted together with the tokens. Raises if the arrays are not in the expected order (not permuted, permuted
+        for another layout or number of devices, or with padding that counts as real). If positions are known only at
+        run time, the result is NaN instead, and SA_CHECK=1 logs the reason.
 
     Returns:
-      An array of the shape and dtype of `query`. Rows that see no key, padding among them, are 0.
+      An array of the shape and dtype of `query`. Rows that see no key, such as padding, are 0.
     """
     mesh = _check_mesh(mesh, axis_name)
     spec = PartitionSpec(*((None, axis_name, None, None) if spec is None else spec))
@@ -156,17 +156,17 @@ def attention_shard(
     length: int | None = None,
     positions: Int[Array | np.ndarray, "*rows slots"] | None = None,
 ) -> Float[Array, "batch slots heads dim"]:
-    """`attention` for code that is already inside `jax.shard_map`: every array is this device's part.
+    """Compute `attention` inside `jax.shard_map`, where every array is this device's shard.
 
-    The arguments mean what they mean there. A `documents` mask enters `shard_map` as `mask.permute(layout, devices)`,
+    The arguments are those of `attention`. A `documents` mask enters `shard_map` as `mask.permute(layout, devices)`,
     sharded like [batch, length]; bias and sinks hold this device's heads.
     """
     try:
         devices = lax.axis_size(axis_name)
     except NameError:
         raise ValueError(
-            f"axis_name must be a mesh axis of the shard_map around this call; {axis_name!r} is not. Outside of "
-            f"shard_map call `attention`."
+            f"axis_name must be a mesh axis of the shard_map around this call; {axis_name!r} is not. Outside "
+            f"shard_map, call `attention`."
         ) from None
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     sinks = None if sinks is None else jnp.asarray(sinks)
@@ -175,16 +175,17 @@ def attention_shard(
     length = check_length(padded_length, length, mask, layout, devices)
     if mask.length is not None and mask.placed != (layout, devices):
         raise ValueError(
-            f"A documents mask must enter shard_map in the order of {layout!r} on {devices} devices; this one is "
-            f"{'in text order' if mask.placed is None else f'in that of {mask.placed[0]!r} on {mask.placed[1]}'}. "
+            f"A documents mask must enter shard_map in the order of {layout!r} on {devices} devices; this one is in "
+            f"{'sequence order' if mask.placed is None else f'the order of {mask.placed[0]!r} on {mask.placed[1]}'}. "
             f"Pass mask.permute(layout, devices) through shard_map's in_specs."
         )
     for array in (mask.lo, mask.hi):
         if array is not None and array.shape[1] != query.shape[1]:
             raise ValueError(
-                f"The mask's part on this device covers {array.shape[1]} slots, the query's {query.shape[1]}. Give "
-                f"shard_map the same spec for the mask as for [batch, length] of the query, and if the arrays were "
-                f"padded further than they need, mask.permute(layout, devices, slots={padded_length})."
+                f"The mask's shard on this device must cover as many slots as the query's, {query.shape[1]}; got "
+                f"{array.shape[1]}. Give shard_map the same spec for the mask as for [batch, length] of the query. If "
+                f"the arrays were padded further than necessary, use mask.permute(layout, devices, "
+                f"slots={padded_length})."
             )
     check_batch(mask, query.shape[0])
     tile = check_options(scale, softcap, tile)
@@ -223,10 +224,10 @@ def attention_shard(
 
 
 def _of_vmap(chosen: Strategy, axis_name: AxisName) -> Strategy:
-    """The same strategy; raises if it needs collectives that JAX does not have for axes of `jax.vmap`."""
+    """Return the strategy; raise if it needs collectives that JAX does not have for axes of `jax.vmap`."""
     if chosen.group > 1 or (isinstance(axis_name, tuple) and len(axis_name) > 1):
         raise ValueError(
-            f"Over an axis of jax.vmap attention can only be a ring, and over a single axis; got strategy {chosen} and "
+            f"Over axes of jax.vmap, attention must use a ring over a single axis; got strategy {chosen} and "
             f"axis_name={axis_name!r}. Pass strategy='ring', or use jax.shard_map."
         )
     return chosen
@@ -234,9 +235,9 @@ def _of_vmap(chosen: Strategy, axis_name: AxisName) -> Strategy:
 
 @contextlib.contextmanager
 def _forward_mode_refused() -> Iterator[None]:
-    """Say what to do instead where JAX finds no forward-mode derivative.
+    """Replace JAX's error about a missing forward-mode derivative with one that names the alternatives.
 
-    Under an outer `jit`, and for `jax.linearize`, JAX finds out after this call, and raises a TypeError of its own.
+    Under an outer `jit`, and for `jax.linearize`, JAX detects this only after the call and raises its own TypeError.
     """
     try:
         yield
@@ -244,8 +245,8 @@ def _forward_mode_refused() -> Iterator[None]:
         if not any(word in str(error) for word in ("forward-mode", "custom_lin", "'Unhashable'")):
             raise
         raise NotImplementedError(
-            "Forward-mode derivatives of attention (jax.jvp, jax.jacfwd of it) are not supported. Use "
-            "jax.grad or jax.vjp; for products with a Hessian jax.jvp(jax.grad(f), (x,), (v,)), with kernel='xla'."
+            "Forward-mode derivatives of attention (jax.jvp, jax.jacfwd) are not supported. Use jax.grad or jax.vjp; "
+            "for Hessian-vector products use jax.jvp(jax.grad(f), (x,), (v,)) with kernel='xla'."
         ) from error
 
 
@@ -267,7 +268,7 @@ def _on_mesh(
 
 
 def _check_mesh(mesh: Any, axis_name: Any) -> Any:
-    """The mesh, by default the ambient one."""
+    """Return the mesh, by default the one set by `jax.set_mesh`; raise unless it has the axis."""
     ambient = jax.sharding.get_abstract_mesh()
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if any(name in tuple(ambient.manual_axes) for name in names):

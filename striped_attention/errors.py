@@ -1,11 +1,11 @@
-"""Errors that a user can mend, and warnings that a user can filter.
+"""Errors that users can fix, and warnings that users can filter.
 
-The messages are one line: what was wrong, what came, what to do.
+Every message is one line: the rule, what was received, what to do instead.
 """
 
 
 class UsageError(Exception):
-    """Something that was asked for cannot be done."""
+    """A request that cannot be carried out."""
 
 
 class Diverged(Exception):
@@ -13,4 +13,4 @@ class Diverged(Exception):
 
 
 class SlowKernelWarning(UserWarning):
-    """`kernel="auto"` had to take a slow kernel on a device that has a faster one, which cannot do what is asked."""
+    """`kernel="auto"` took a slow kernel because the device's faster kernel does not support the call."""

@@ -43,7 +43,7 @@ from tests.team import Here
         (dict(lengths=(1001,)), "--lengths multiples of twice that"),
         (dict(lengths=()), "--lengths needs at least one value"),
         (dict(strategies=("heads=x",)), "--strategies: A strategy is written like ring, gather, heads, heads=2"),
-        (dict(kernels=("pallas_tpu",)), "--kernels must be some of cudnn, hopper, xla; got pallas_tpu"),
+        (dict(kernels=("pallas_tpu",)), "--kernels must be one of cudnn, hopper, xla; got pallas_tpu"),
         (dict(masks=("documents",)), "--masks are written like causal"),
     ],
 )
@@ -99,7 +99,7 @@ def here(monkeypatch):
 @pytest.mark.parametrize("suite", ["gpu", "overlap", "step"])
 def test_without_a_gpu_the_suites_say_so(suite, capsys, tmp_path):
     assert main(["bench", suite, "--output", str(tmp_path / "result.json")]) == 2
-    assert capsys.readouterr().err.startswith("striped: This suite measures cuDNN, at least to compare with. It needs")
+    assert capsys.readouterr().err.startswith("striped: This suite needs cuDNN, at least as the baseline. It needs")
     assert not list(tmp_path.iterdir())
 
 
@@ -218,9 +218,9 @@ def test_answers_of_every_strategy_are_checked(monkeypatch):
     vars(module).update({**vars(kernel_xla), "attend": wrong})
     monkeypatch.setitem(KERNELS, "wrong", module)
     (bad,) = cases("heads=4", kernel="wrong")
-    with pytest.raises(RuntimeError, match=r"on 4 members, heads=4, causal, wrong, against one GPU, is wrong by"):
+    with pytest.raises(RuntimeError, match=r"on 4 devices, heads=4, causal, wrong, against one GPU, is wrong by"):
         next(gpu.check([bad]))
-    with pytest.raises(RuntimeError, match=r"on 4 members, heads=4, causal, wrong, against xla, is wrong by"):
+    with pytest.raises(RuntimeError, match=r"on 4 devices, heads=4, causal, wrong, against xla, is wrong by"):
         next(gpu.check_timed([{**bad._asdict(), "ranks": [0]}]))
 
 
@@ -247,7 +247,7 @@ def test_the_suite_gpu_measures_strategies_and_writes_down_what_is_planned(monke
         assert row["planned_for"] == "cpu"
     assert "refused Kernel 'cudnn' cannot do this" in capsys.readouterr().out
     assert main(["bench", "gpu", *options, *more[:4], "--output", str(path)]) == 2
-    assert "Nothing of this can be measured. Kernel 'cudnn' cannot do this" in capsys.readouterr().err
+    assert "None of these cases can be measured. Kernel 'cudnn' cannot do this" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suite", ["gpu", "overlap", "step"])

@@ -88,7 +88,7 @@ def test_a_program_that_needs_more_than_estimated_makes_room_for_a_smaller_one()
     assert "of memory per device: trying --remat" in said[0]
     fixed = dataclasses.replace(asked, remat="none", chunk=2048)
     assert memory.fitting(roomy, fixed, 1.0, said.append) is roomy, "nothing else was allowed"
-    assert "more than the 1 B that --memory allows, and nothing that needs less is left" in said[-1]
+    assert "more than the 1 B that --memory allows, and no setting that needs less is left" in said[-1]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_the_dry_run_and_the_plan_say_what_was_chosen(capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--memory", "0"], "--memory must be above 0 and at most 1, a part of a device's memory; got 0.0."),
+        (["--memory", "0"], "--memory must be above 0 and at most 1, a fraction of a device's memory; got 0.0."),
         (["--memory", "1.5"], "--memory must be above 0 and at most 1"),
         (["--accumulate", "0"], "--accumulate must be at least 1; got 0."),
         (

@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_refused_before_it_is_written():
     q, k, v = text()
     cache = empty(4, sa.striped(), capacity=8).append(k[:, :6], v[:, :6])
     before = np.asarray(cache.key)
-    with pytest.raises(ValueError, match=r"room for 8 tokens a text, and the longest would have 9\. Nothing was"):
+    with pytest.raises(ValueError, match=r"room for 8 tokens per sequence; the longest would have 9\. Nothing was"):
         cache.append(k[:, 6:9], v[:, 6:9])
     with pytest.raises(ValueError, match="the longest would have 10"):
         sa.prefill_attention(q[:, 6:10], k[:, 6:10], v[:, 6:10], cache)
@@ -253,7 +253,7 @@ def test_a_window_keeps_only_the_window():
         (dict(layout="striped"), r"layout must be striped\(\), contiguous\(\) or zigzag\(\); got 'striped'"),
         (dict(axis_name="tokens"), "needs a jax.sharding.Mesh with the axis 'tokens'"),
         (dict(axis_name=("node", "gpu")), r"needs a jax.sharding.Mesh with the axes \('node', 'gpu'\)"),
-        (dict(spec=jax.P(None, None, None, None)), "spec must say how"),
+        (dict(spec=jax.P(None, None, None, None)), "spec must describe arrays"),
     ],
 )
 def test_bad_caches(change, message):
@@ -267,7 +267,7 @@ def test_bad_inputs():
     cache = empty(4, sa.striped())
     with pytest.raises(ValueError, match=r"must be \[batch, new, kv_heads, dim\], for this cache \[2, new"):
         cache.append(k[:1], v[:1])
-    with pytest.raises(ValueError, match=r"counts must have one number a text, shape \(2,\); got \(3,\)"):
+    with pytest.raises(ValueError, match=r"counts must have one integer per sequence, shape \(2,\); got \(3,\)"):
         cache.append(k, v, jnp.ones(3, jnp.int32))
     with pytest.raises(ValueError, match=r"counts must lie between 0 and the 2 new tokens; got \[3, 0\]"):
         cache.append(k[:, :2], v[:, :2], jnp.array([3, 0]))
@@ -277,7 +277,7 @@ def test_bad_inputs():
         sa.decode_attention(q[:, :1, :3], cache)
     with pytest.raises(ValueError, match="softcap must be positive"):
         sa.decode_attention(q[:, :1], cache, softcap=-1.0)
-    with pytest.raises(ValueError, match="can serve the last 1 tokens at most"):
+    with pytest.raises(ValueError, match="supports at most 1 queries per call"):
         sa.decode_attention(q[:, :2], empty(1, sa.striped(), window=4))
     with pytest.raises(ValueError, match="a multiple of 4; got 6"):
         sa.prefill_attention(q[:, :6], k[:, :6], v[:, :6], cache)
@@ -320,7 +320,8 @@ def test_what_the_kernel_for_gpus_leaves_to_the_plain_one(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     kernel_few._warn_without_triton.cache_clear()
     with pytest.warns(
-        sa.SlowKernelWarning, match=r"a kernel for JAX before 0\.13, by Pallas for Triton; this is JAX 0\.13"
+        sa.SlowKernelWarning,
+        match=r"The Triton kernel for decoding on GPUs requires JAX before 0\.13; this is JAX 0\.13",
     ):
         assert not can()
     assert not can(), "told once"

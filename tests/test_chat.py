@@ -79,9 +79,9 @@ def test_lines_may_have_whole_conversations_and_fields_of_their_own(model, capsy
     assert ("id" in second, second["logprobs"]) == (False, 1)
     assert (third["prompt"], third["tags"]) == ("hi", ["x"])
     assert first["text"] == text_of(first["tokens"])
-    assert "lines of the output have themselves (text): those of the output are written." in " ".join(err.split())
+    assert "fields that the output also has (text): the output's values replace them." in " ".join(err.split())
     _, out, err = generate(capsys, "--model", model, *COMMON, "--chat", "--prompts", file, "--logprobs")
-    assert "lines of the output have themselves (logprobs, text)" in " ".join(err.split())
+    assert "fields that the output also has (logprobs, text)" in " ".join(err.split())
     assert len(rows(out)[1]["logprobs"]) == STEPS
 
 
@@ -236,16 +236,16 @@ HELLO = ("--prompt", "Hello!")
         (HELLO, template("{{ raise_exception('no users') }}"), "refuses the conversation (no users)"),
         (HELLO, template("{{ 1 / (messages | length - 1) }}"), "refuses the conversation (division by zero)"),
         (HELLO, template("{% include '/etc/passwd' %}"), "refuses the conversation"),
-        (HELLO, template("{% for %}"), "is no Jinja template"),
-        (HELLO, template("{% for i in '1' %}" * 30 + "{% endfor %}" * 30), "is no Jinja template (too many"),
+        (HELLO, template("{% for %}"), "is not valid Jinja"),
+        (HELLO, template("{% for i in '1' %}" * 30 + "{% endfor %}" * 30), "is not valid Jinja (too many"),
         (HELLO, template(""), "The prompt is empty"),
-        (HELLO, without_template, "there is no chat_template.jinja and no chat_template in tokenizer_config.json"),
-        (("--prompt", "\udcff"), None, "The prompt is not text that UTF-8 can hold"),
+        (HELLO, without_template, "template, but there is no chat_template.jinja beside"),
+        (("--prompt", "\udcff"), None, "The prompt cannot be encoded as UTF-8"),
         ((*HELLO, "--system", "\udcff"), None, "refuses the conversation ('utf-8' codec"),
         ((*HELLO, "--stop", ""), None, "--stop must not be empty"),
-        ((*HELLO, "--logprobs"), None, "--logprobs are written in lines of JSON: give --output or --prompts."),
-        ((*HELLO, "--output", "x", "--logprobs", 1, 2), None, "--logprobs takes one number of alternatives"),
-        ((*HELLO, "--output", "x", "--logprobs", -1), None, "--logprobs takes one number of alternatives, at least 0"),
+        ((*HELLO, "--logprobs"), None, "--logprobs requires lines of JSON as output: give --output or --prompts."),
+        ((*HELLO, "--output", "x", "--logprobs", 1, 2), None, "--logprobs takes at most one number, at least 0"),
+        ((*HELLO, "--output", "x", "--logprobs", -1), None, "--logprobs takes at most one number, at least 0"),
         ((*HELLO, "--output", "x", "--logprobs", 500), None, "--logprobs 500 is more than the vocabulary of 102."),
     ],
     ids=lambda value: "" if callable(value) else str(value)[-40:],
@@ -265,7 +265,7 @@ def test_what_cannot_be_chatted_is_one_line(copied, capsys, monkeypatch, options
 @pytest.mark.parametrize(
     ("line", "options", "message"),
     [
-        ({"messages": [user("a")]}, (), "Line 2 of {} has messages: give --chat, which makes a prompt of them."),
+        ({"messages": [user("a")]}, (), "Line 2 of {} has messages, which require --chat."),
         ({"messages": [user("a")], "prompt": "a"}, ("--chat",), "Line 2 of {} has both a prompt and messages."),
         ({"messages": []}, ("--chat",), "Line 2 of {} must have a list of messages; got []."),
         ({"messages": "hi"}, ("--chat",), 'Line 2 of {} must have a list of messages; got "hi".'),
@@ -273,9 +273,9 @@ def test_what_cannot_be_chatted_is_one_line(copied, capsys, monkeypatch, options
         ({"messages": [user("a"), {"role": "user"}]}, ("--chat",), "Line 2 of {}: message 2 must be like"),
         ({"messages": [{"role": 3, "content": "a"}]}, ("--chat",), "Line 2 of {}: message 1 must be like"),
         ({"messages": [user(["a"])]}, ("--chat",), "Line 2 of {}: message 1 must be like"),
-        ({"messages": [user("a"), said("assistant", "b")]}, ("--chat",), "Line 2 of {} ends with an answer"),
-        ({"messages": [user("\udcff")]}, ("--chat",), "Line 2 of {} is not text that UTF-8 can hold"),
-        ({"messages": [said("system", "a"), user("b")]}, ("--chat", "--system", "c"), "Line 2 of {} has a system"),
+        ({"messages": [user("a"), said("assistant", "b")]}, ("--chat",), "Line 2 of {} ends with a message of the"),
+        ({"messages": [user("\udcff")]}, ("--chat",), "Line 2 of {} cannot be encoded as UTF-8"),
+        ({"messages": [said("system", "a"), user("b")]}, ("--chat", "--system", "c"), "Line 2 of {} already has a"),
         ({"text": "a"}, ("--chat",), 'Line 2 of {} must be like {{"prompt": "Once upon"}}; got {{"text": "a"}}'),
         ([1], (), 'Line 2 of {} must be like {{"prompt": "Once upon"}}; got [1]'),
     ],
@@ -298,16 +298,16 @@ def test_options_that_do_not_go_together(model, trained, capsys, monkeypatch, te
     (line,) = refuse("--model", trained, *HELLO, "--chat")
     assert "--chat needs a tokenizer with a chat template, but the tokens of the model in" in line
     (line,) = refuse("--model", model)
-    assert "There is no prompt. Give --prompt, --prompts, or text through standard input." in line
+    assert "There is no prompt. Give --prompt, --prompts, or text on standard input." in line
     (line,) = refuse("--model", model, "--chat", "--local-processes", 2)
     assert "An interactive conversation runs in one process. Leave out --local-processes." in line
     (line,) = refuse("--model", model, "--chat", "--output", "x")
-    assert "An interactive conversation is shown, not written." in line
+    assert "An interactive conversation has no output file." in line
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     monkeypatch.setattr("striped_attention.training.launch.connect", lambda config: None)
     monkeypatch.setattr("jax.process_count", lambda: 4)
     (line,) = refuse("--model", model, "--chat")
-    assert "Of several processes not all have a standard input. Give --prompt or --prompts." in line
+    assert "Standard input cannot be read by several processes. Give --prompt or --prompts." in line
 
 
 def test_a_template_outside_the_folder_of_a_run_is_not_used(trained, capsys, tmp_path):  # noqa: F811  a fixture

@@ -35,9 +35,9 @@ def test_permute_takes_the_number_of_devices_from_the_mesh():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(), "Say how many devices share the sequence"),
-        (dict(devices=4, **WHERE), "Say how many devices share the sequence"),
-        (dict(mesh=MESH), "Say how many devices share the sequence"),
+        (dict(), "Pass the number of devices that share the sequence"),
+        (dict(devices=4, **WHERE), "Pass the number of devices that share the sequence"),
+        (dict(mesh=MESH), "Pass the number of devices that share the sequence"),
         (
             dict(mesh=MESH, axis_name="model"),
             "axis_name must be an axis of the mesh, or a tuple of several; got 'model'",
@@ -62,7 +62,7 @@ WRONG = {
     "in sequence order: nothing was permuted": lambda layout: np.arange(32, dtype=np.int32),
     "in the order of striped\\(1\\) on 2 devices": lambda layout: sa.striped().order(32, 2),
     "in the order of zigzag\\(\\) on 4 devices": lambda layout: sa.zigzag().order(32, 4),
-    "slot 31 holds position 0, and the layout puts 31 there": lambda layout: np.r_[layout.order(32, 4)[:31], 0],
+    "slot 31 holds position 0, but the layout puts 31 there": lambda layout: np.r_[layout.order(32, 4)[:31], 0],
 }
 
 
@@ -149,7 +149,7 @@ def test_with_sa_check_permuted_ids_of_documents_are_noticed(monkeypatch, caplog
     assert errors == ""
     np.testing.assert_allclose(found, 1, atol=1e-6)
     found, errors = said(caplog, run, sa.striped().permute(ids, 4, 1))
-    assert "Equal segment ids must lie together; in row 0 id 0 appears in 4 separate runs" in errors
+    assert "Equal segment ids must be adjacent; in row 0 id 0 appears in 4 separate runs" in errors
     assert "in sequence order, not permuted" in errors
     assert (np.asarray(found) == 0).all()
 
@@ -201,10 +201,10 @@ def test_positions_of_a_prompt_are_checked():
     _, cache = sa.prefill_attention(x, x, x, cache, positions=np.stack([order] * 2), counts=jnp.array([8, 5]))
     later = np.asarray(cache.lengths)[:, None] + order
     assert np.isfinite(sa.prefill_attention(x, x, x, cache, positions=later)[0]).all()
-    off = "Every position is 8 too small: slot 0 holds position 0, and the layout puts 8 there"
+    off = "Every position is 8 too small: slot 0 holds position 0, but the layout puts 8 there"
     with pytest.raises(ValueError, match=off):
         sa.prefill_attention(x, x, x, cache, positions=np.stack([order] * 2))  # not after what is in the cache
-    unpermuted = "not in the order of striped.* slot 1 holds position 9, and the layout puts 12 there.*nothing was perm"
+    unpermuted = "not in the order of striped.* slot 1 holds position 9, but the layout puts 12 there.*nothing was perm"
     with pytest.raises(ValueError, match=unpermuted):
         sa.prefill_attention(x, x, x, cache, positions=np.asarray(cache.lengths)[:, None] + np.arange(8, dtype="int32"))
     with pytest.raises(ValueError, match=r"shape \[8\] or \[2, 8\] for this batch; got int32\(3, 8\)"):

@@ -20,7 +20,9 @@ from striped_attention.training.step import Program
 
 @pytest.mark.parametrize("name", ["v9:2x2", "v4", "v4:", "v4:2x0", "v4:2x2x2x2", "v4:axb", "cuda"])
 def test_names_of_topologies(name):
-    with pytest.raises(UsageError, match="--topology must be one of v4, v5e, v5p, v6e, tpu7x with its chips, like"):
+    with pytest.raises(
+        UsageError, match="--topology must be one of v4, v5e, v5p, v6e, tpu7x with the shape of the pod, like"
+    ):
         describe(name)
 
 
@@ -117,5 +119,5 @@ def test_meshes_that_do_not_fit_the_pod(options, message):
 
 def test_nothing_fits():
     attempt = lambda length: Compiled(length, "xla", False, 0.0, None)  # noqa: E731
-    with pytest.raises(UsageError, match=r"Not even 1,024 tokens fit: use more devices or a smaller model\."):
+    with pytest.raises(UsageError, match=r"Even 1,024 tokens do not fit: use more devices or a smaller model\."):
         command._longest(attempt(4096), attempt, rich.console.Console(quiet=True))

@@ -71,7 +71,7 @@ def test_the_cache_lies_where_caches_lie(tmp_path, source, monkeypatch):
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path, source):
-    with pytest.raises(UsageError, match=r"cannot be used: Not a directory. Choose one .* with --data-cache"):
+    with pytest.raises(UsageError, match=r"cannot be used: Not a directory. Choose a .* folder with --data-cache"):
         load(source, cache=source / "cache")
 
 
@@ -81,7 +81,7 @@ def test_a_source_that_changes_meanwhile_is_told(tmp_path, source, monkeypatch):
         source.write_bytes(lines(["three"]))
 
     monkeypatch.setattr(cache, "build", change)
-    with pytest.raises(UsageError, match=r"x.jsonl was changed while it was tokenised"):
+    with pytest.raises(UsageError, match=r"x.jsonl changed while it was being tokenised"):
         load(source, cache=tmp_path / "cache")
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
 
@@ -220,7 +220,7 @@ def test_damage_in_the_cache_is_told_and_mended(tmp_path, source, capsys):
     del corpus
     path.write_bytes(whole[:-1])
     assert load(source, cache=tmp_path / "cache").tokens.tolist() == [*b"one", 256, *b"two", 256]
-    assert f"{path.parent} is damaged: it is made again." in capsys.readouterr().out
+    assert f"{path.parent} is damaged and will be rebuilt." in capsys.readouterr().out
     assert path.read_bytes() == whole
 
 
@@ -230,7 +230,7 @@ def test_tokens_of_another_tokenizer_or_model_are_refused(made, tmp_path):
         load(made, tokenizer=other)
     with pytest.raises(UsageError, match="made needs a vocabulary of at least 4, but the model's is 3"):
         load(made, vocabulary=3)
-    with pytest.raises(UsageError, match=r"must have one tokenizer, but .*made and .*x.jsonl have two"):
+    with pytest.raises(UsageError, match=r"must use the same tokenizer, but .*made and .*x.jsonl differ"):
         load(made, tmp_path / "x.jsonl")
     with pytest.raises(UsageError, match="--end-token is for"):
         load(made, end=2)

@@ -129,12 +129,12 @@ def test_conversations_of_a_table_have_no_holes(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (None, "beside .*tokenizer.json there is no chat_template.jinja and no chat_template in tokenizer_config.json"),
-        ("{% for %}", "chat_template.jinja is no Jinja template"),
-        ("{{ messages | length }} {{ messages }}", "does not show where answers begin and end.*generation"),
-        ("{{ raise_exception('no systems') }}", r"the chat template refuses it \(no systems\)"),
-        ("{{ ''.__class__.__mro__ }}", r"the chat template refuses it \(access to attribute '__class__'.*unsafe\)"),
-        ("{{ messages.append(1) }}", r"the chat template refuses it \(access to attribute 'append'.*unsafe\)"),
+        (None, "no chat_template.jinja beside .*tokenizer.json and no chat_template in tokenizer_config.json"),
+        ("{% for %}", "chat_template.jinja is not valid Jinja"),
+        ("{{ messages | length }} {{ messages }}", "answers cannot be located .*generation"),
+        ("{{ raise_exception('no systems') }}", r"the chat template rejects it \(no systems\)"),
+        ("{{ ''.__class__.__mro__ }}", r"the chat template rejects it \(access to attribute '__class__'.*unsafe\)"),
+        ("{{ messages.append(1) }}", r"the chat template rejects it \(access to attribute 'append'.*unsafe\)"),
     ],
 )
 def test_templates_that_cannot_be_used_get_one_clear_line(tmp_path, tokenizer, template, message):
@@ -157,10 +157,10 @@ def test_a_template_may_stand_in_the_tokenizers_config(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        (dict(text=["abc"], spans=[[[0, 4]]]), r"the loss span \[0, 4\] is outside of the text's 3 characters"),
-        (dict(text=["abc"], spans=[[0, 1]]), r"the loss column is no list of \[start, end\]"),
-        (dict(text=["abc"], spans=[[[0.5, 1]]]), r"the loss span \[0.5, 1\] is not of whole numbers"),
-        (dict(text=["abc"], spans=[None]), "the loss column is no list"),
+        (dict(text=["abc"], spans=[[[0, 4]]]), r"the loss span \[0, 4\] is outside the text's 3 characters"),
+        (dict(text=["abc"], spans=[[0, 1]]), r"the loss column is not a list of \[start, end\]"),
+        (dict(text=["abc"], spans=[[[0.5, 1]]]), r"the loss span \[0.5, 1\] does not consist of integers"),
+        (dict(text=["abc"], spans=[None]), "the loss column is not a list"),
         (dict(text=["abc"], spans=[[]]), "No token of .* counts in the loss"),
         (dict(text=["abc"]), "has no column 'spans'; its columns are text. Choose one with --loss-column"),
     ],
@@ -173,9 +173,9 @@ def test_loss_columns_that_make_no_sense_are_refused(tmp_path, columns, message)
 @pytest.mark.parametrize(
     ("talk", "message"),
     [
-        ("hello", "the conversation is no list of messages"),
+        ("hello", "the conversation is not a list of messages"),
         ([{"content": "hello"}], "a message of the conversation has no role"),
-        ([{"role": "user", "content": "\U0010fff0"}], "it holds characters for private use"),
+        ([{"role": "user", "content": "\U0010fff0"}], "it contains private-use characters"),
     ],
 )
 def test_conversations_that_are_none_are_refused(tmp_path, tokenizer, talk, message):

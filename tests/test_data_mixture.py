@@ -83,8 +83,8 @@ def test_sources_without_weights_are_mixed_by_size(tmp_path):
     assert drawn == {0: BLOCK // 4, 1: 3 * BLOCK // 4}
     assert mixed.source == f"{tmp_path / 'a.txt'} (0.25), {tmp_path / 'b.txt'} (0.75)"
     assert [note.split(":")[1] for note in mixed.notes(50)] == [
-        " 1 document, 100 tokens; 1 document longer than a sequence of 50, the rest goes to other rows.",
-        " 1 document, 300 tokens; 1 document longer than a sequence of 50, the rest goes to other rows.",
+        " 1 document, 100 tokens; 1 document longer than a sequence of 50, split over several rows.",
+        " 1 document, 300 tokens; 1 document longer than a sequence of 50, split over several rows.",
     ]
 
 
@@ -96,7 +96,7 @@ def test_a_path_may_contain_an_equals_sign(tmp_path, monkeypatch):
     assert found == [("lang=en", Fraction(1, 4)), ("a", 3), ("b=2", Fraction(1, 1000))]
     assert [source.weight for source in parse(["lang=en", "b=2"])] == [None, None]
     (tmp_path / "b").write_text("text")
-    with pytest.raises(UsageError, match="--data b=2 may mean b=2 or b with the weight 2, for both exist"):
+    with pytest.raises(UsageError, match="--data b=2 is ambiguous: it may mean b=2, or b with weight 2, and both"):
         parse(["b=2"])
 
 

@@ -158,7 +158,8 @@ def test_the_tokenizers_special_tokens_are_added_and_its_config_names_the_end(tm
         (tmp_path / name).write_text(json.dumps(said))
         assert load(source, tokenizer=path).tokens.tolist() == [1, 0, 0, end, 1, 0, end]
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
-    with pytest.raises(UsageError, match=r"tokenizer_config.json says that '<end>' ends a text, but .* has no such"):
+    message = r"tokenizer_config.json names '<end>' as the end-of-text token, but .* has no such"
+    with pytest.raises(UsageError, match=message):
         load(source, tokenizer=path)
 
 
@@ -175,7 +176,7 @@ def test_what_was_found_is_counted_and_said(tmp_path):
     corpus = load(written(tmp_path / "x.jsonl", b"\n" + content))
     assert corpus.notes(50) == [
         f"{tmp_path / 'x.jsonl'}: 301 documents, 1,600 tokens; 1 empty document left out; 1 document longer than a "
-        f"sequence of 50, the rest goes to other rows.",
+        f"sequence of 50, split over several rows.",
         f"Warning: 3 of 305 lines of {tmp_path / 'x.jsonl'} are bad and were left out; the first is "
         f"{tmp_path / 'x.jsonl'}, line 301: it is not JSON.",
     ]
@@ -205,7 +206,7 @@ def test_an_array_is_read_in_parts(tmp_path, monkeypatch):
     corpus = load(written(tmp_path / "x.json", content))
     assert corpus.tokens.tolist() == [token for text in texts if text for token in [*text.encode(), 256]] * 60
     assert (corpus.counts.empty, corpus.counts.bad) == (60, 1)
-    assert corpus.counts.example.endswith("line 241: it is no JSON object")
+    assert corpus.counts.example.endswith("line 241: it is not a JSON object")
     with pytest.raises(UsageError, match="is empty"):
         load(written(tmp_path / "y.json", b" [\n] "))
 
@@ -346,26 +347,28 @@ BAD = {
     r"x.jsonl.zst is cut short or damaged": lambda path: cut(written(path / "x.jsonl.zst", zst(lines(long_texts())))),
     r"x.txt.zst is cut short or damaged": lambda path: cut(written(path / "x.txt.zst", zst(b"text" * 99))),
     r"x.arrow is cut short or damaged \(": lambda path: cut(arrow(path / "x.arrow", TEXTS, stream=False)),
-    r"x.arrow is cut short or damaged \(it does not end": lambda path: whole_stream_but_its_end(path),
+    r"x.arrow is cut short or damaged \(it lacks the end mark": lambda path: whole_stream_but_its_end(path),
     r"by its name .*x.parquet must be parquet, but it is gzip": lambda path: written(
         path / "x.parquet", gzip.compress(b"x")
     ),
     r"by its name .*x.jsonl must be json lines, but it is parquet": lambda path: written(
         path / "x.jsonl", parquet(path / "y.parquet", TEXTS).read_bytes()
     ),
-    r"by its name .*x.jsonl.gz must be gzip, but it is not that": lambda path: written(path / "x.jsonl.gz", lines("x")),
+    r"by its name .*x.jsonl.gz must be gzip, but it is something else": lambda path: written(
+        path / "x.jsonl.gz", lines("x")
+    ),
     r"x.json is cut short or damaged \(its array does not end": lambda path: cut(
         written(path / "x.json", array(long_texts()))
     ),
-    r"x.json is cut short or damaged \(it goes on after its array\)": lambda path: written(
+    r"x.json is cut short or damaged \(it continues after its array\)": lambda path: written(
         path / "x.json", array(["a"]) + b"\n[]"
     ),
     r"x.json is cut short or damaged \(there is no comma": lambda path: written(
         path / "x.json", b'[{"text": "a"} {"text": "b"}]'
     ),
     r"x.json, line 1, has no column 'text'; its columns are a": lambda path: written(path / "x.json", b'[{"a": 1}]'),
-    r"x.parquet.gz is parquet inside of gzip": lambda path: written(path / "x.parquet.gz", gzip.compress(b"x")),
-    r"x.parquet is empty, which no parquet file is": lambda path: written(path / "x.parquet", b""),
+    r"x.parquet.gz is parquet compressed with gzip": lambda path: written(path / "x.parquet.gz", gzip.compress(b"x")),
+    r"x.parquet is empty and so no valid parquet file": lambda path: written(path / "x.parquet", b""),
     r"x.jsonl is empty": lambda path: written(path / "x.jsonl", b""),
     r"x.jsonl is empty\. give": lambda path: written(path / "x.jsonl", lines(["", ""])),
     r"must hold files of one kind, but it holds parquet \(b.parquet\), text \(notes.md\)": lambda path: (
@@ -375,8 +378,8 @@ BAD = {
         ][0].parent
     ),
     r"both holds several splits: train, test. give one of them, like .*both/train": splits,
-    r"saved lacks data-00001-of-00002.arrow, which state.json names": incomplete,
-    r"at most 1% of the lines of .*x.jsonl may be bad, but 2 of 102 are; .* line 101: it is no json": lambda path: (
+    r"saved lacks data-00001-of-00002.arrow, which state.json lists": incomplete,
+    r"at most 1% of the lines of .*x.jsonl may be bad, but 2 of 102 are; .* line 101: it is not a json": lambda path: (
         written(path / "x.jsonl", lines(["good"] * 100) + b"7\n[8]\n")
     ),
     r"the first 100 are not; the first is .*x.jsonl, line 1: it is not json": lambda path: written(
@@ -403,7 +406,7 @@ def test_options_without_a_use_are_refused(tmp_path):
         load(text, loss="spans")
     with pytest.raises(UsageError, match="--chat-column needs --tokenizer"):
         load(text, chat="messages")
-    with pytest.raises(UsageError, match="leave out --text-column and --loss-column"):
+    with pytest.raises(UsageError, match="Leave out --text-column and --loss-column"):
         load(text, chat="messages", text="text")
 
 

@@ -65,7 +65,7 @@ def words(text):
 
 def test_a_wish_to_stop_is_acknowledged(display):
     display.stopping = lambda: "SIGINT"
-    assert "SIGINT: stops after this step." in shown(display, 100)
+    assert "SIGINT: stopping after this step." in shown(display, 100)
 
 
 def test_what_is_not_known_is_not_shown():

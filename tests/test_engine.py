@@ -256,9 +256,9 @@ def test_a_layer_takes_four_messages():
 def test_what_does_not_fit_is_refused_before_it_is_read():
     engine = engine_of(SMALL, 2, sa.striped())
     engine.read([TEXT[0, :40], TEXT[1, :3], TEXT[2, :3]])
-    with pytest.raises(ValueError, match=r"Sequence 0 has 40 tokens, and 9 more do not fit in the cache's 48\."):
+    with pytest.raises(ValueError, match=r"Sequence 0 has 40 tokens; 9 more do not fit in the cache of 48 tokens\."):
         engine.read([TEXT[0, :9], [], []])
-    with pytest.raises(ValueError, match="Sequence 0 has 40 tokens, and 9 more do not fit"):
+    with pytest.raises(ValueError, match="Sequence 0 has 40 tokens; 9 more do not fit"):
         next(engine.write(9, Sampling()))
     assert engine.lengths.tolist() == [40, 3, 3]
     assert len(list(engine.write(8, Sampling()))) == 8
@@ -267,11 +267,11 @@ def test_what_does_not_fit_is_refused_before_it_is_read():
 def test_an_engine_is_not_used_in_two_ways_at_once():
     engine = engine_of(SMALL, 2, sa.striped())
     prompts = [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]]
-    with pytest.raises(ValueError, match="A sequence goes on from at least one token; sequence 0 has none"):
+    with pytest.raises(ValueError, match="A sequence must have at least one token to decode from; sequence 0 has none"):
         next(engine.write(1, Sampling()))
-    with pytest.raises(ValueError, match="An engine of 3 sequences reads as many at a time; got 2"):
+    with pytest.raises(ValueError, match="An engine with a batch of 3 must read as many sequences; got 2"):
         engine.read(prompts[:2])
-    with pytest.raises(ValueError, match="below the vocabulary of 64; sequence 1 has -5 to 3"):
+    with pytest.raises(ValueError, match="below the vocabulary of 64; sequence 1 has tokens from -5 to 3"):
         engine.read([[1], [3, -5], [2]])
     wanted = greedy(engine, prompts, 4)
     engine.clear()
@@ -279,7 +279,7 @@ def test_an_engine_is_not_used_in_two_ways_at_once():
     writing = engine.write(4, Sampling())
     assert next(writing).tokens.tolist() == wanted[:, 0].tolist()
     engine.read([[], [1], []])
-    with pytest.raises(RuntimeError, match="went on elsewhere"):
+    with pytest.raises(RuntimeError, match="were changed during generation"):
         next(writing)
 
 

@@ -36,7 +36,10 @@ BAD_CALLS = {
         {"q": (16, 4, 8)},
         r"must be \[batch, length, heads, dim\]; got query \(16",
     ),
-    "key and value differ": ({"v": (1, 16, 1, 8)}, r"key and value must have one shape; got .*value \(1, 16, 1, 8\)"),
+    "key and value differ": (
+        {"v": (1, 16, 1, 8)},
+        r"key and value must have the same shape; got .*value \(1, 16, 1, 8\)",
+    ),
     "lengths differ": ({"k": (1, 12, 2, 8)}, r"same batch and length; got query \(1, 16, 4, 8\), key \(1, 12"),
     "batches differ": ({"k": (2, 16, 2, 8)}, r"same batch and length"),
     "dims differ": ({"k": (1, 16, 2, 4)}, r"same dim"),
@@ -44,9 +47,9 @@ BAD_CALLS = {
     "heads do not divide": ({"k": (1, 16, 3, 8)}, r"multiple of the number of key heads; got 4 and 3"),
     "dtypes differ": (
         {"dtypes": ("float32", "bfloat16", "float32")},
-        r"one dtype .*got float32, bfloat16, float32.*astype",
+        r"the same dtype.*got float32, bfloat16, float32.*astype",
     ),
-    "integers": ({"dtypes": ("int32",) * 3}, r"one dtype out of float32, bfloat16, .*got int32"),
+    "integers": ({"dtypes": ("int32",) * 3}, r"the same dtype, one of float32, bfloat16, .*got int32"),
     "an axis the mesh lacks": (
         {"axis_name": "seq"},
         r"must be an axis of the mesh, or a tuple of several; got 'seq', and the mesh has \('sequence',\)",
@@ -60,15 +63,15 @@ BAD_CALLS = {
     "no tokens": ({"length": 0}, r"length must be a whole number of at least 1; got 0"),
     "a mask for another length": (
         {"mask": sa.documents(IDS[:, :9]), "length": 16},
-        r"made for a text of 9 tokens.*has 16",
+        r"made for a sequence of 9 tokens.*has 16",
     ),
     "a mask longer than the text": (
         {"mask": sa.documents(np.zeros((1, 20), int))},
-        r"made for a text of 20 tokens.*pads to 20 on 4 devices; the arrays hold 16",
+        r"made for a sequence of 20 tokens.*pads to 20 on 4 devices; the arrays hold 16",
     ),
     "a mask shorter than the text": (
         {"mask": sa.documents(IDS[:, :9])},
-        r"made for a text of 9 tokens.*pads to 12 on 4 devices; the arrays hold 16.*length=9",
+        r"made for a sequence of 9 tokens.*pads to 12 on 4 devices; the arrays hold 16.*length=9",
     ),
     "a mask permuted for fewer slots": (
         {"mask": sa.documents(IDS[:, :9]).permute(sa.striped(), 4), "length": 9},
@@ -86,11 +89,14 @@ BAD_CALLS = {
     "a tile of half": ({"tile": 0.5}, r"tile must be .*got 0.5"),
     "a tile of three": ({"tile": (8, 8, 8)}, r"tile must be .*got \(8, 8, 8\)"),
     "a softcap of 0": ({"softcap": 0.0}, r"softcap must be positive.*got 0.0"),
-    "a traced scale": ({"scale": jnp.ones(())}, r"scale must be a plain, finite number"),
+    "a traced scale": ({"scale": jnp.ones(())}, r"scale must be a finite Python number"),
     "sinks of another size": ({"sinks": jnp.ones(3)}, r"sinks must be .*\(4,\).*got float32\(3,\)"),
     "a bias for other heads": ({"bias": sa.alibi(np.ones(3, np.float32))}, r"one entry per query head, 4; got 3"),
-    "a spec of the wrong order": ({"spec": P("sequence", None, None, None)}, r"spec must say .*'sequence'.*got"),
-    "a spec of three": ({"spec": P(None, "sequence", None)}, r"spec must say how \[batch, length, heads, dim\]"),
+    "a spec of the wrong order": ({"spec": P("sequence", None, None, None)}, r"spec must describe .*'sequence'.*got"),
+    "a spec of three": (
+        {"spec": P(None, "sequence", None)},
+        r"spec must describe arrays \[batch, length, heads, dim\]",
+    ),
     "a spec with an unknown axis": (
         {"spec": P("data", "sequence", None, None)},
         r"names the axis 'data', but the mesh has",
@@ -99,7 +105,7 @@ BAD_CALLS = {
     "a length that is not whole": ({"length": 13.5}, r"length must be a whole number.*got 13.5"),
     "a bias that is an array": ({"bias": np.ones(4)}, r"bias must be made by alibi.*got ndarray"),
     "a mesh that is a number": ({"mesh": 4}, r"mesh must be a jax.sharding.Mesh; got 4"),
-    "a spec that names an axis twice": ({"spec": P("sequence", "sequence", None, None)}, r"every mesh axis once"),
+    "a spec that names an axis twice": ({"spec": P("sequence", "sequence", None, None)}, r"each mesh axis only once"),
     "no mesh": ({"mesh": None}, r"needs a mesh: pass mesh=…, or .*jax.set_mesh"),
 }
 
@@ -113,7 +119,9 @@ def test_attention_refuses(name):
 
 def test_heads_that_the_mesh_does_not_divide():
     mesh = jax.make_mesh((2, 4), ("sequence", "model"))
-    with pytest.raises(ValueError, match=r"splits the key heads over 4 devices, which must divide them; got 2"):
+    with pytest.raises(
+        ValueError, match=r"shards the key heads over 4 devices, so that dimension must be divisible by 4; got 2"
+    ):
         call(mesh=mesh, spec=P(None, "sequence", "model", None))
 
 
@@ -130,7 +138,7 @@ BAD_PARTS = {
     "a window of 0": (lambda: sa.sliding_window(0), r"at least 1; got 0"),
     "masks of two batches": (
         lambda: sa.documents(np.zeros((2, 4), int)) & sa.documents(np.zeros((3, 4), int)),
-        r"one batch; got \[2, 3\] rows",
+        r"the same batch; got \[2, 3\] rows",
     ),
     "a device that is not there": (lambda: sa.striped().positions(9, 16, 4), r"one of the 4 devices.*got 9"),
     "a list": (lambda: sa.striped().permute([1, 2], 2, 0), r"Only NumPy and JAX arrays .*got list"),
@@ -158,14 +166,17 @@ BAD_PARTS = {
         r"length must be a whole number.*got 2.5",
     ),
     "an axis that is not there": (lambda: sa.striped().permute(np.zeros(8), 4, 1), r"1 dimensions; got axis=1"),
-    "a dense picture of another length": (lambda: sa.documents(IDS).dense(8), r"made for a text of 16 tokens.*has 8"),
+    "a dense picture of another length": (
+        lambda: sa.documents(IDS).dense(8),
+        r"made for a sequence of 16 tokens.*has 8",
+    ),
     "a dense picture in layout order": (
         lambda: sa.documents(IDS).permute(sa.striped(), 4).dense(16),
         r"before mask.permute",
     ),
     "masks of two lengths": (
         lambda: sa.documents(IDS) & sa.documents(IDS[:, :8]),
-        r"one length and one layout; got lengths 16 and 8",
+        r"the same length and layout; got lengths 16 and 8",
     ),
     "slopes of two dimensions": (
         lambda: sa.alibi(np.ones((2, 2), np.float32)),
@@ -201,16 +212,16 @@ def shard_call(mask, axis_name="sequence", mask_spec=SEQUENCE):
 
 def test_attention_shard_refuses_a_mask_that_did_not_enter_properly():
     mask = sa.documents(IDS)
-    with pytest.raises(ValueError, match=r"in the order of striped\(1\) on 4 devices; this one is in text order"):
+    with pytest.raises(ValueError, match=r"in the order of striped\(1\) on 4 devices; this one is in sequence order"):
         shard_call(mask)
-    with pytest.raises(ValueError, match=r"this one is in that of zigzag\(\) on 4"):
+    with pytest.raises(ValueError, match=r"this one is in the order of zigzag\(\) on 4"):
         shard_call(mask.permute(sa.zigzag(), 4))
-    with pytest.raises(ValueError, match=r"covers 16 slots, the query's 4"):
+    with pytest.raises(ValueError, match=r"must cover as many slots as the query's, 4; got 16"):
         shard_call(mask.permute(sa.striped(), 4), mask_spec=P())
 
 
 def test_attention_shard_refuses_an_unknown_axis():
-    with pytest.raises(ValueError, match=r"'seq' is not. Outside of shard_map call `attention`"):
+    with pytest.raises(ValueError, match=r"'seq' is not. Outside shard_map, call `attention`"):
         shard_call(sa.causal(), axis_name="seq")
     with pytest.raises(ValueError, match=r"must be a mesh axis of the shard_map"):
         sa.attention_shard(*[jnp.ones((1, 4, 2, 8))] * 3, axis_name="sequence", layout=sa.striped(), mask=sa.causal())

@@ -181,12 +181,12 @@ def test_a_program_that_needs_more_than_was_estimated_takes_smaller_chunks():
 
 BAD = [
     (dict(memory=1.5), "--memory must be above 0 and at most 1"),
-    (dict(needle="no place"), "--needle must have {value} in it"),
-    (dict(question="{"), "--question may have the places {key} and {value}"),
-    (dict(depths=(50, 101)), "--depths are percent, from 0 to 100; got 50 101"),
+    (dict(needle="no place"), "--needle must contain {value}"),
+    (dict(question="{"), "--question may use {key} and {value}"),
+    (dict(depths=(50, 101)), "--depths must be percentages from 0 to 100; got 50 101"),
     (dict(lengths=(0,)), "--lengths must be one or more numbers of tokens; got 0"),
     (dict(draws=0), "--draws must be at least 1; got 0"),
-    (dict(key_characters=""), "--key-characters must be one character or more"),
+    (dict(key_characters=""), "--key-characters must have at least one character"),
 ]
 
 
@@ -201,7 +201,7 @@ def test_a_haystack_without_room_or_text_is_refused():
     with pytest.raises(UsageError, match=r"of 17 tokens has no room .* which need 18. Give longer ones with --lengths"):
         Haystacks(config(), CORPUS, text.Bytes()).sequence(17, 0, 0)
     ends = data.Corpus(np.full(100, 256, np.int32), 256, 257, "ends")
-    with pytest.raises(UsageError, match="ends has no text in it, only ends of documents"):
+    with pytest.raises(UsageError, match="ends has no text, only end-of-document tokens"):
         Haystacks(config(), ends, text.Bytes()).sequence(40, 0, 0)
 
 
@@ -255,7 +255,7 @@ def test_json_never_holds_infinity_or_nan(tmp_path, capsys, monkeypatch):
     assert (said["loss"], said["perplexity"]) == (800, None)
     assert "inf" in capsys.readouterr().out
     monkeypatch.setattr(HeldOut, "losses", lambda *_: Losses(math.nan, 3, ()))
-    with pytest.raises(Diverged, match=r"loss must be a number, but that of .*model is nan\. Try --dtype float32"):
+    with pytest.raises(Diverged, match=r"loss must be finite, but for .*model it is nan\. Try --dtype float32"):
         run.perplexity(run.held_out, {})
 
 

@@ -83,7 +83,7 @@ def test_one_of_many_processes_asks_for_a_prompt_that_all_have(trained, capsys, 
     monkeypatch.setattr("striped_attention.training.launch.connect", lambda config: None)
     code, _, err = generate(capsys, "--model", trained)
     assert code == 2
-    assert "not all have a standard input. Give --prompt or --prompts." in err
+    assert "Standard input cannot be read by several processes. Give --prompt or --prompts." in err
 
 
 def spaces():
@@ -263,7 +263,7 @@ def damaged(folder):
 @pytest.mark.parametrize(
     ("options", "change", "message"),
     [
-        (("--prompt", "x" * 50, "--capacity", 40), None, "The prompt has 50 tokens, and with --max-tokens 256 more"),
+        (("--prompt", "x" * 50, "--capacity", 40), None, "The prompt has 50 tokens; with --max-tokens 256 it"),
         (("--prompt", ""), None, "The prompt is empty. A model needs at least one token to generate from."),
         (("--prompt", "a", "--prompts", "b"), None, "--prompt and --prompts exclude each other"),
         (("--prompts", "nowhere.txt"), None, "--prompts nowhere.txt cannot be read"),
@@ -274,13 +274,13 @@ def damaged(folder):
         (("--prompt", "a", "--max-tokens", 0), None, "--max-tokens must be at least 1; got 0"),
         (("--prompt", "a", "--kernel", "magic"), None, "--kernel must be one of"),
         (("--prompt", "a", "--kernel", "cudnn"), None, "--kernel cudnn cannot do this: It"),
-        (("--prompt", "a", "--strategy", "heads"), None, "--strategy heads: A strategy shares out a device's query"),
+        (("--prompt", "a", "--strategy", "heads"), None, "--strategy heads: A strategy must divide a device's query"),
         (("--prompt", "a", "--stripe", 4, "--layout", "zigzag"), None, "--stripe is for --layout striped"),
         (("--prompt", "a", "--output", "no/where.jsonl"), None, "there is no folder"),
         (("--prompt", "a", "--output", "copy"), None, "--output copy is a folder. Give a file."),
-        (("--prompts", "copy/run.json", "--output", "copy/run.json"), None, "is the file of the prompts"),
-        (("--prompt", "a", "--max-tokens", 3_000_000_000), None, "tokens, as many as positions can count; got 3,000"),
-        (("--prompt", "\udcff"), None, "The prompt is not text that UTF-8 can hold"),
+        (("--prompts", "copy/run.json", "--output", "copy/run.json"), None, "is the file of --prompts"),
+        (("--prompt", "a", "--max-tokens", 3_000_000_000), None, "tokens, because positions are int32; got 3,000"),
+        (("--prompt", "\udcff"), None, "The prompt cannot be encoded as UTF-8"),
         (("--prompt", "a", "--tokenizer", "nowhere.json"), None, "--tokenizer nowhere.json is not a file"),
         (("--prompt", "a"), broken_json, "is damaged"),
         (("--prompt", "a"), damaged, "damaged"),
@@ -319,8 +319,8 @@ def test_folders_that_import_and_export_refuse(trained, capsys, tmp_path):
     full.mkdir()
     (full / "mine.txt").write_text("mine")
     for command, options, message in [
-        ("export", ("--model", trained, "--output", full), "is there already and not empty"),
-        ("import", ("--model", trained, "--output", tmp_path / "new"), "is a checkpoint already"),
+        ("export", ("--model", trained, "--output", full), "already exists and is not empty"),
+        ("import", ("--model", trained, "--output", tmp_path / "new"), "is already a checkpoint"),
         ("import", ("--model", full, "--output", tmp_path / "new"), "holds neither a checkpoint"),
     ]:
         assert cli.main([command, *map(str, options)]) == 2

@@ -308,24 +308,24 @@ def one_line(message):
 
 
 BAD_CONFIGS = {
-    r"is of the architecture \['GPT2LMHeadModel'\] and type 'gpt2'. Known are LlamaForCausalLM, Mistral": (
+    r"has the architecture \['GPT2LMHeadModel'\] and type 'gpt2'. Supported are LlamaForCausalLM, Mistral": (
         LLAMA, dict(architectures=["GPT2LMHeadModel"], model_type="gpt2")),
-    r"is of the architecture \['LlamaForSequenceClassification'\]": (
+    r"has the architecture \['LlamaForSequenceClassification'\]": (
         LLAMA, dict(architectures=["LlamaForSequenceClassification"])),
-    r"is of the architecture None and type None": (LLAMA, dict(architectures=..., model_type=...)),
+    r"has the architecture None and type None": (LLAMA, dict(architectures=..., model_type=...)),
     r"architecture \['LlamaForCausalLM'\] and type 'mistral'": (LLAMA, dict(model_type="mistral")),
-    r"does not say hidden_size": (LLAMA, dict(hidden_size=...)),
-    r"does not say num_hidden_layers": (LLAMA, dict(num_hidden_layers=...)),
-    r"does not say vocab_size": (LLAMA, dict(vocab_size=None)),
+    r"lacks hidden_size": (LLAMA, dict(hidden_size=...)),
+    r"lacks num_hidden_layers": (LLAMA, dict(num_hidden_layers=...)),
+    r"lacks vocab_size": (LLAMA, dict(vocab_size=None)),
     r"must give a number above 0 as intermediate_size; got '48'": (LLAMA, dict(intermediate_size="48")),
     r"must give a whole number as num_attention_heads; got 4.5": (LLAMA, dict(num_attention_heads=4.5)),
-    r"describes a model that cannot be: A model's heads must be a multiple": (LLAMA, dict(num_key_value_heads=3)),
-    r"the weights are quantized \(gptq\)": (LLAMA, dict(quantization_config=dict(quant_method="gptq", bits=4))),
+    r"describes an invalid model: A model's heads must be a multiple": (LLAMA, dict(num_key_value_heads=3)),
+    r"has quantized weights \(gptq\)": (LLAMA, dict(quantization_config=dict(quant_method="gptq", bits=4))),
     r"must have silu as hidden_act; got 'gelu'": (LLAMA, dict(hidden_act="gelu")),
-    r"asks for attention_bias": (LLAMA, dict(attention_bias=True)),
-    r"asks for mlp_bias": (LLAMA, dict(mlp_bias=True)),
-    r"asks for attention_bias, which no model": (QWEN3, dict(attention_bias=True)),
-    r"asks for a window of 8 and layers of \['full_attention', 'sliding_attention'\]. Known is one": (
+    r"sets attention_bias": (LLAMA, dict(attention_bias=True)),
+    r"sets mlp_bias": (LLAMA, dict(mlp_bias=True)),
+    r"sets attention_bias, which is not supported": (QWEN3, dict(attention_bias=True)),
+    r"has a window of 8 and layers of \['full_attention', 'sliding_attention'\]. Supported is one": (
         QWEN2, dict(**SLIDING, max_window_layers=1)),
     r"a window of 8 and layers of \['full_attention', 'sliding": (
         QWEN3, dict(**SLIDING, layer_types=["full_attention", "sliding_attention"])),
@@ -334,34 +334,35 @@ BAD_CONFIGS = {
         MISTRAL, dict(sliding_window=8, layer_types=["full_attention"] * 2)),
     r"layers of \['chunked_attention'\]": (LLAMA, dict(layer_types=["chunked_attention"] * 2)),
     r"must give a whole number as max_window_layers; got None": (QWEN2, dict(max_window_layers=None)),
-    r"rotary positions of the type 'dynamic'. Known are default, linear, llama3, yarn": (
+    r"rope scaling of type 'dynamic'. Supported are default, linear, llama3, yarn": (
         LLAMA, dict(rope_scaling=dict(type="dynamic", factor=2.0))),
-    r"rotary positions of the type 'longrope'": (LLAMA, dict(rope_parameters=dict(rope_type="longrope"))),
-    r"rotary positions of the type 'linear'. Known are default, longrope": (
+    r"rope scaling of type 'longrope'": (LLAMA, dict(rope_parameters=dict(rope_type="longrope"))),
+    r"rope scaling of type 'linear'. Supported are default, longrope": (
         PHI3, dict(rope_scaling=dict(type="linear", factor=2.0))),
-    r"must give a factor for each of 8 pairs as long_factor; got 7 of them": (
+    r"must give 8 factors as long_factor, one per pair; got 7 of them": (
         PHI3, dict(rope_scaling=SU | dict(long_factor=[1.0] * 7))),
-    r"must give a factor for each of 8 pairs as short_factor; got None": (
+    r"must give 8 factors as short_factor, one per pair; got None": (
         PHI3, dict(rope_scaling=dict(type="longrope"))),
     r"must give a number above 0 as short_factor; got 0": (PHI3, dict(rope_scaling=SU | dict(short_factor=[0] * 8))),
-    r"in the rotary positions of layers with a window, must have frequencies as they are .*got 'linear'": (
+    r"in the rope settings of layers with a window, must not scale frequencies .*got 'linear'": (
         GEMMA3, dict(rope_parameters=dict(sliding_attention=dict(rope_type="linear", factor=2.0)))),
     r"must have gelu_pytorch_tanh as hidden_activation; got 'gelu'": (GEMMA2, dict(hidden_activation="gelu")),
-    r"lets tokens see later ones \(use_bidirectional_attention\)": (GEMMA3, dict(use_bidirectional_attention=True)),
-    r"asks for attn_logit_softcapping, which transformers passes over in Gemma 3": (
+    r"lets tokens attend to later ones \(use_bidirectional_attention\)": (
+        GEMMA3, dict(use_bidirectional_attention=True)),
+    r"sets attn_logit_softcapping, which transformers ignores in Gemma 3": (
         GEMMA3, dict(attn_logit_softcapping=50.0)),
-    r"is that of a Gemma 3 for text and images; here only its language part is known": (
+    r"is that of a Gemma 3 for text and images; only its language model, saved separately": (
         GEMMA3, dict(architectures=["Gemma3ForConditionalGeneration"], model_type="gemma3")),
-    r"a window of 4096 and layers of .*. Known is one window for all layers, for all but every n-th, or for none": (
+    r"a window of 4096 and layers of .*. Supported is one window for all layers, for all but every n-th, or for none": (
         GEMMA2, dict(layer_types=["full_attention", "sliding_attention"])),
-    r"rotary positions of all layers at once; got": (
+    r"one set of rope settings for all layers; got": (
         LLAMA, dict(rope_parameters=dict(full_attention=dict(rope_type="default")))),
     r"must round the ends of yarn's ramp \(truncate true\); got False": (
         QWEN2, dict(rope_scaling=YARN | dict(truncate=False))),
-    r"turns a part of a head \(partial_rotary_factor 0.5\)": (LLAMA, dict(partial_rotary_factor=0.5)),
-    r"in its rotary positions, does not say factor": (LLAMA, dict(rope_scaling=dict(rope_type="linear"))),
-    r"does not say high_freq_factor": (LLAMA, dict(rope_scaling=LLAMA3 | dict(high_freq_factor=None))),
-    r"must have a slow end below the fast end; got 4.0 and 4.0": (
+    r"has a partial_rotary_factor of 0.5": (LLAMA, dict(partial_rotary_factor=0.5)),
+    r"in its rope settings, lacks factor": (LLAMA, dict(rope_scaling=dict(rope_type="linear"))),
+    r"lacks high_freq_factor": (LLAMA, dict(rope_scaling=LLAMA3 | dict(high_freq_factor=None))),
+    r"must have the slow end of its ramp below the fast end; got 4.0 and 4.0": (
         LLAMA, dict(rope_scaling=LLAMA3 | dict(low_freq_factor=4.0))),
     r"must give a number above 0 as factor; got 0": (LLAMA, dict(rope_scaling=dict(type="linear", factor=0))),
 }  # fmt: skip
@@ -422,9 +423,9 @@ BAD_WEIGHTS = {
     r"lacks the weight model.norm.weight of shape \[8\], which the model": dict(model__norm__weight=None),
     r"lacks the weight model.layers.1.self_attn.k_proj.weight of shape \[4, 8\]": dict(
         model__layers__1__self_attn__k_proj__weight=None),
-    r"safetensors holds the weight model.norm.weight in the shape \[9\], but the model .* has it in \[8\]": dict(
+    r"safetensors holds the weight model.norm.weight of shape \[9\], but the model .* needs shape \[8\]": dict(
         model__norm__weight=np.ones(9, np.float32)),
-    r"safetensors holds the weight model.norm.weight as I32. Take the model in one of F32, F16, BF16": dict(
+    r"safetensors holds the weight model.norm.weight as I32. Use the model in one of F32, F16, BF16": dict(
         model__norm__weight=np.ones(8, np.int32)),
     r"safetensors holds the weight model.norm.weight as F64": dict(model__norm__weight=np.ones(8)),
     r"safetensors holds the weight model.layers.0.self_attn.q_proj.bias, which the model": dict(
@@ -465,10 +466,10 @@ def test_files_with_another_content_get_one_clear_line(folder):
 def test_missing_files_get_one_clear_line(shards):
     names = [path.name for path in sorted(shards.glob("*.safetensors"))]
     (shards / names[1]).unlink()
-    with one_line(f"lacks {names[1]}, which model.safetensors.index.json names. Download the model again"):
+    with one_line(f"lacks {names[1]}, which model.safetensors.index.json lists. Download the model again"):
         huggingface.tensors(shards, TINY)
     index = shards / "model.safetensors.index.json"
-    for weight_map, message in (({}, "as weight_map"), ({"a": "../a.safetensors"}, "of its own folder; got ../a"), (
+    for weight_map, message in (({}, "in weight_map"), ({"a": "../a.safetensors"}, "of its own folder; got ../a"), (
         {"a": "pytorch_model.bin"}, "must name .safetensors files")):  # fmt: skip
         index.write_text(json.dumps({"weight_map": weight_map}))
         with one_line(message):
@@ -508,9 +509,7 @@ def test_ids_and_the_tokenizer_travel_with_a_model(tmp_path):
 def test_an_empty_folder_may_be_written_to_and_no_other(folder, tmp_path):
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     for target in (folder, folder / "config.json"):
-        with one_line(
-            f"{re.escape(str(target))} is there already, and not empty. Choose a folder that is new or empty"
-        ):
+        with one_line(f"{re.escape(str(target))} exists and is not empty. Choose a folder that is new or empty"):
             huggingface.write(target, TINY, tiny(), "float32", length=1024)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     (tmp_path / "empty").mkdir()
@@ -535,23 +534,23 @@ def test_a_model_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     def attempt(config=TINY, arrays=None, dtype="float32", folder=tmp_path / "model", **options):
         huggingface.write(folder, config, tiny(config) if arrays is None else arrays, dtype, length=1024, **options)
 
-    with one_line("could not be written to .*model: File too large. Nothing of it was kept"), files_of_at_most(2500):
+    with one_line("could not be written to .*model: File too large. Nothing was kept"), files_of_at_most(2500):
         attempt()
     with one_line("Models can be written in float32, float16, bfloat16; got 'float8'"):
         attempt(dtype="float8")
-    with one_line("A model with biases, head_norms cannot be written: no family of Hugging Face has all of that"):
+    with one_line("A model with biases, head_norms cannot be written: no Hugging Face family has all of it"):
         attempt(dataclasses.replace(TINY, biases=True, head_norms=True))
     with one_line("A model with rotary_width cannot be written"):
         attempt(dataclasses.replace(TINY, rotary_width=2))
-    with one_line(r"whose stretch linear has an amplitude \(2.0\) cannot be written"):
+    with one_line(r"with rope scaling linear and an amplitude \(2.0\) cannot be written"):
         attempt(dataclasses.replace(TINY, stretch=Stretch("linear", 2.0, amplitude=2.0)))
     with one_line("The tokenizer .*none.json is not a file"):
         attempt(tokenizer=tmp_path / "none.json")
-    with one_line("model.norm.weight holds numbers beyond 65504.*Choose bfloat16 or float32"):
+    with one_line("model.norm.weight has values beyond 65504.*Choose bfloat16 or float32"):
         attempt(arrays=[("norm", None, np.full(8, 1e5, np.float32))], dtype="float16")
-    with pytest.raises(ValueError, match=r"weights of the model did not come, among them \('attention_norm', 0\)"):
+    with pytest.raises(ValueError, match=r"weights of the model are missing, among them \('attention_norm', 0\)"):
         attempt(arrays=[])
-    with pytest.raises(ValueError, match="norm of layer None came twice"):
+    with pytest.raises(ValueError, match="norm of layer None was given twice"):
         attempt(arrays=[("norm", None, np.ones(8, np.float32))] * 2)
     with pytest.raises(ValueError, match=r"norm must have the shape \(8,\); got \(9,\)"):
         attempt(arrays=[("norm", None, np.ones(9, np.float32))])

@@ -171,12 +171,12 @@ Q, K = (jax.ShapeDtypeStruct((1, 64, heads, 128), jnp.bfloat16) for heads in (8,
 CAN = dict(mask=sa.causal(), layout=sa.striped(), devices=4, platform="gpu", here=False)
 CANNOT = {
     "not documents": dict(mask=sa.documents(np.zeros((1, 256), np.int32))),
-    "or a prefix": dict(mask=sa.prefix(3)),
+    ", a prefix or": dict(mask=sa.prefix(3)),
     "with striped\\(16\\) they are in 4 runs": dict(layout=sa.striped(16)),
-    "no softcap": dict(softcap=30.0),
-    "no bias": dict(bias=sa.alibi(np.ones(8, np.float32))),
-    "no tile": dict(tile=(128, 128)),
-    "cannot hide padding": dict(mask=sa.full(), length=250),
+    "not support softcap": dict(softcap=30.0),
+    "not support bias": dict(bias=sa.alibi(np.ones(8, np.float32))),
+    "not support tile": dict(tile=(128, 128)),
+    "cannot mask padding": dict(mask=sa.full(), length=250),
 }
 
 
@@ -203,7 +203,7 @@ def test_dtypes_and_head_dimensions_it_cannot_do():
 
 def test_another_version_of_jax_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "__version__", "0.99.1")
-    assert binding.unavailable() == "It knows how to call cuDNN through JAX 0.10 to before 0.13; this is JAX 0.99.1."
+    assert binding.unavailable() == "It supports JAX 0.10 up to, but not including, 0.13; this is JAX 0.99.1."
 
 
 def test_the_primitives_of_jax_are_there():

@@ -157,11 +157,14 @@ def request(device="NVIDIA H200", here=False, dtype="bfloat16", dim=128, bias=No
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        ({"device": "NVIDIA A100-SXM4-80GB"}, "It runs on GPUs of compute capability 9.0, as an H100 or H200; this is"),
+        (
+            {"device": "NVIDIA A100-SXM4-80GB"},
+            "It runs on GPUs of compute capability 9.0, e.g. an H100 or H200; this is",
+        ),
         ({"dtype": "float32"}, "It computes in bfloat16 or float16; the queries are float32."),
         ({"dim": 257}, "It needs a head dimension of at most 256; got 257."),
-        ({"bias": sa.relative_bias(jnp.ones((8, 4)), bidirectional=False)}, "It has no bias by a table"),
-        ({"tile": (64, 64)}, "It has tiles of its own: leave out tile."),
+        ({"bias": sa.relative_bias(jnp.ones((8, 4)), bidirectional=False)}, "It supports only alibi, not a bias table"),
+        ({"tile": (64, 64)}, "It always uses its own tile size: leave out tile."),
     ],
     ids=lambda x: str(x)[:30],
 )
@@ -178,7 +181,8 @@ def test_it_is_taken_by_name_alone(device, monkeypatch):
     assert choose("auto", request(device)).name == "xla"
     monkeypatch.setattr(choice, "_warned", set())
     with pytest.warns(
-        sa.SlowKernelWarning, match="'hopper': It could, but its speed has not been measured: try kernel="
+        sa.SlowKernelWarning,
+        match="'hopper': It supports this, but its speed has not been measured. To use it, pass kernel=",
     ):
         choose("auto", request(device, here=True))
 

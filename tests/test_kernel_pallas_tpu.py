@@ -103,7 +103,7 @@ def test_what_it_cannot_do_is_said():
     long = jax.ShapeDtypeStruct((1, 2**20, 8, 128), jnp.bfloat16)
     assert "at most 250,000 tiles; 1,048,576 queries" in refuse(query=long, key=long)
     wide = jax.ShapeDtypeStruct((1, 360_448, 8, 256), jnp.bfloat16)
-    assert "tiles of (512, 512) have more" in refuse(query=wide, key=wide)
+    assert "tiles of (512, 512) need more" in refuse(query=wide, key=wide)
 
 
 def test_auto_takes_it_on_tpus():

@@ -34,7 +34,7 @@ def test_many_slow_steps_are_told_of_once_a_minute():
 
     said = remarks(([1.0] * 9 + [5.0]) * 8, clock)
     assert list(said) == [20, 50, 80]
-    assert said[50].endswith("(2 other slow steps since the last such line)")
+    assert said[50].endswith("(2 other slow steps since the last report)")
 
 
 def test_a_step_that_waited_for_its_batch_says_so():
@@ -42,4 +42,4 @@ def test_a_step_that_waited_for_its_batch_says_so():
     for step in range(20):
         pace.remark(step, 1.0, 0.5)
     text = pace.remark(20, 9.0, 8.25)
-    assert text == "Slow: step 20 took 9 s, 9.0 times the median of 1 s, and waited 8.25 s of it for its batch"
+    assert text == "Slow: step 20 took 9 s, 9.0 times the median of 1 s, of which it waited 8.25 s for its batch"

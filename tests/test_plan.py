@@ -274,7 +274,7 @@ def test_steps_that_nobody_needs_are_left_out():
 def test_a_text_that_does_not_fit_says_what_would():
     found = sa.plan(8, 4_194_304, hardware="a100")
     assert not found.fits(found.best)
-    assert "of a100 a step may use 72.00 GB" in found.shortfall
+    assert "but may use 72.00 GB of each a100" in found.shortfall
     enough = int(found.shortfall.split("On ")[1].split()[0])
     assert sa.plan(enough, 4_194_304, hardware="a100", layouts=[]).shortfall is None
     assert "8 sequences" in sa.plan(8, 2**20, hardware="a100", batch=8).shortfall
@@ -303,7 +303,7 @@ def test_a_ring_that_leaves_its_node_waits_for_the_slower_wire():
     np.testing.assert_allclose(forward.transfer[:-1], 2 * 4096 * 16 * 128 * 2 / 50e9 + HARDWARE["h100"].far_latency)
     assert beyond.forward_seconds == pytest.approx(15 * forward.transfer[0] + forward.work[0, -1])
     assert beyond.waiting == pytest.approx(1 - (_mean(beyond, 0) + _mean(beyond, 1)) / beyond.attention_seconds)
-    assert "wait for the wire" in sa.plan(16, 65_536, model="1b", hardware="h100").reason
+    assert "wait for the interconnect" in sa.plan(16, 65_536, model="1b", hardware="h100").reason
 
 
 def _mean(choice, which):
@@ -342,7 +342,7 @@ def test_useful_work_is_that_of_the_visible_pairs():
 
 
 def test_where_no_layout_is_better_a_plan_says_so():
-    assert "contiguous() is as fast as any here." in sa.plan(8, 65_536, mask=sa.full(), model="1b").reason
+    assert "contiguous() is as fast as any other." in sa.plan(8, 65_536, mask=sa.full(), model="1b").reason
     assert "nothing else was compared" in sa.plan(8, 65_536, model="1b", layouts=[]).reason
 
 

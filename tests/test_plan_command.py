@@ -123,7 +123,7 @@ def test_lengths_are_written_as_people_write_them(length, tokens):
         ),
         (["--devices", "8", "--length", "0"], "--length must be a number of tokens"),
         (["--devices", "8", "--length", "2G"], "at most 2147483647"),
-        (["--devices", "8", "--length", "64M"], "of h100 a step may use 72.00 GB. On 512 devices it would fit."),
+        (["--devices", "8", "--length", "64M"], "but may use 72.00 GB of each h100. On 512 devices it would fit."),
         (["--devices", "8", "--length", "3G", "--mask", "documents"], "at most 2147483647"),
         (["--devices", "8", "--length", "9" * 400], "--length must be a number of tokens"),
         (["--devices", "8", "--length", "1,5M"], "--length must be a number of tokens"),

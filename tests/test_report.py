@@ -108,10 +108,10 @@ SMALL = {
     "tiles": (tiles, "striped(1) gains most, 1.50 times, with tiles of 64"),
     "masks": (masks, "CPUs: striped(1) gains most under every mask"),
     "masks_gpu": (functools.partial(masks, "gpu"), "GPUs: striped(1) gains most under every mask"),
-    "throughput": (scale, "1b, h200: texts of 64k tokens go fastest on 16 devices, says the planner"),
+    "throughput": (scale, "Planned for 1b, h200: 64k tokens run fastest on 16 devices"),
     "accuracy": (positions, "The largest error of any check is 1e-06"),
     "positions": (evaluated, "long has a loss of 1.00 with contexts of up to 512 tokens"),
-    "needles": (evaluated, "Needles in haystacks: long finds 75%"),
+    "needles": (evaluated, "Needle in a haystack: long finds 75%"),
     "trainers": (trainers, "0.49 times that of plain PyTorch on whole sequences and 1.23 times"),
     "overhead": (overhead, "With 1,024 tokens, attention takes most of the time: 50 %"),
 }
@@ -315,7 +315,7 @@ def test_figures_of_layouts_leave_out_other_strategies_masks_and_kernels():
 REFUSED = {
     "no such file": (None, "cannot be read"),
     "not JSON": ("striped", "is not JSON"),
-    "a list": ("[1, 2]", "is no result of this package"),
+    "a list": ("[1, 2]", "is not a result of this package"),
     "of somebody else": ('{"benchmark": "mine"}', "it has no 'started'"),
     "of another version": (
         json.dumps(content("tiles", versions={"striped-attention": "9.8.7"}, rows=[])),
@@ -348,7 +348,7 @@ def test_an_empty_folder_and_a_bad_output_are_refused(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     assert main(["report"]) == 2
     said = capsys.readouterr().err.splitlines()
-    for line, message in zip(said, ("has no .json file", "must be a file", "Say which result files"), strict=True):
+    for line, message in zip(said, ("has no .json file", "must be a file", "Name the result files"), strict=True):
         assert message in line
 
 
@@ -389,7 +389,7 @@ def test_a_command_without_its_package_says_in_one_line_how_to_install_it(packag
     said = capsys.readouterr().err
     clone = "in a clone pip install -e . -e benchmarks, elsewhere " if extra != "train" else ""
     how = f"{clone}pip install 'striped-attention[{extra}]'"
-    assert said == f"striped: the command needs the package {package}: {how}\n"
+    assert said == f"striped: this command needs the package {package}: {how}\n"
 
 
 def test_other_commands_do_without_the_benchmarks(uninstall):

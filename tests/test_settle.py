@@ -40,7 +40,7 @@ def test_what_auto_takes(monkeypatch):
 def test_what_a_kernel_cannot_do_is_not_taken(monkeypatch):
     monkeypatch.setattr(binding, "EMULATED", True)
     assert not settled(dataclasses.replace(RUN, kernel="cudnn"), 8, documents=False).startswith("gather")
-    with pytest.raises(UsageError, match=r"--strategy auto: no strategy can be taken\. ring: With striped"):
+    with pytest.raises(UsageError, match=r"--strategy auto: no strategy is possible\. ring: With striped"):
         settled(dataclasses.replace(RUN, kernel="cudnn"), 8, documents=True)
 
 
@@ -54,7 +54,7 @@ def test_training_with_auto_says_what_it_took(capsys):
 
 LINE = (
     r"--strategy auto takes [a-z0-9=,]+: [0-9.e-]+ s per step, planned for 8 × (cpu|h100|h200)\. "
-    r"Next is [a-z0-9=,]+ with [0-9.e-]+ s(, at most 1% faster and less simple)?\."
+    r"Next best: [a-z0-9=,]+ with [0-9.e-]+ s(, at most 1% faster but less simple)?\."
 )
 
 
@@ -92,10 +92,10 @@ def test_the_line_names_what_fits_in_memory_before_what_does_not():
 
     heads, ring, gather = (sa.strategy(**sizes) for sizes in ({"heads": 2}, {}, {"gather": 2}))
     text = "--strategy auto takes heads=2: 2 s per step, planned for 2 × h100. "
-    assert line((gather, 1.0, False), (heads, 2.0, True), (ring, 3.0, True)) == text + "Next is ring with 3 s."
-    assert line((heads, 2.0, True)) == text + "Nothing else was compared."
+    assert line((gather, 1.0, False), (heads, 2.0, True), (ring, 3.0, True)) == text + "Next best: ring with 3 s."
+    assert line((heads, 2.0, True)) == text + "No other strategy was possible."
     close = line((gather, 1.99, True), (heads, 2.0, True))
-    assert close == text + "Next is gather=2 with 1.99 s, at most 1% faster and less simple."
+    assert close == text + "Next best: gather=2 with 1.99 s, at most 1% faster but less simple."
     assert "with 1 s (does not fit in memory)." in line((gather, 1.0, False), (heads, 2.0, True))
 
 
@@ -144,7 +144,7 @@ def test_a_dry_run_lets_cudnn_train_on_tokens_without_documents(capsys, tmp_path
         ),
         (
             "heads",
-            "--strategy heads: A strategy shares out a device's query heads equally: 4 heads cannot be",
+            "--strategy heads: A strategy must divide a device's query heads equally: 4 heads cannot be",
         ),
     ],
 )
@@ -239,5 +239,5 @@ def test_a_kernel_must_do_every_kind_of_layer(monkeypatch):
     sizes, options = {"data": 1, "sequence": 1}, dict(strategy="ring", dtype="bfloat16", kernel="cudnn")
     choose = lambda run, **more: trainer.choose(dataclasses.replace(run, **options, **more), sizes, False, "gpu")  # noqa: E731
     assert choose(mixed()) == "cudnn"
-    with pytest.raises(UsageError, match="It has no softcap"):
+    with pytest.raises(UsageError, match="It does not support softcap"):
         choose(mixed(softcap=50.0))

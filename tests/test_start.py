@@ -389,7 +389,7 @@ def test_the_rotary_positions_of_gemma_and_phi_are_said(tokens, tmp_path):
         begin = start.look(config(tokens, start_from=folder, dry_run=True, sequence_length=length))
         assert begin.lines[0].endswith(f"rope scaling longrope × 10 of 64 positions, {which} factors")
         assert begin.config.model.at_length(length).stretch.short == factors[which]
-    with one_line("--rope-scaling yarn:4: the files of Phi models can say no scaling but their own"):
+    with one_line("--rope-scaling yarn:4: Phi model files support only their own scaling"):
         start.look(config(tokens, start_from=folder, dry_run=True, rope_scaling="yarn:4"))
 
 
@@ -398,7 +398,7 @@ def test_models_from_scratch_take_rope_options_too(tokens):
     assert scratch.model.rope_theta == 2e4
     assert scratch.model.stretch == Stretch("yarn", 8.0, 8192, 1.0, 32.0)
     assert start.look(scratch).positions == 65_536
-    with one_line("Say it, like llama3:8,original=8192."):
+    with one_line("Add it, like llama3:8,original=8192."):
         config(tokens, rope_scaling="llama3:8").model  # noqa: B018
 
 
@@ -411,7 +411,7 @@ def test_models_from_scratch_take_rope_options_too(tokens):
         (dict(rope_scaling="yarn:x"), "factor must be a number above 0; got 'x'"),
         (dict(rope_scaling="yarn:0.5"), "the factor must be at least 1; got 0.5"),
         (dict(rope_scaling="yarn:nan"), "factor must be a number above 0; got 'nan'"),
-        (dict(rope_scaling="yarn:original=8192"), "must say a factor, like yarn:4"),
+        (dict(rope_scaling="yarn:original=8192"), "must include a factor, like yarn:4"),
         (
             dict(rope_scaling="yarn:4,low=1"),
             "yarn takes factor, original, beta_slow, beta_fast, attention_factor, each",
@@ -465,13 +465,13 @@ def other(folder):
         (shutil.rmtree, dict(), "hub is not a folder"),
         (emptied, dict(), "hub holds neither a checkpoint"),
         (other, dict(), "The checkpoint in"),
-        (said(architectures=["GPT2LMHeadModel"], model_type="gpt2"), dict(), "is of the architecture"),
-        (said(quantization_config=dict(quant_method="gptq")), dict(), "the weights are quantized (gptq)"),
-        (said(hidden_size=16), dict(), "in the shape [61, 32], but the model of config.json has it in [61, 16]"),
+        (said(architectures=["GPT2LMHeadModel"], model_type="gpt2"), dict(), "has the architecture"),
+        (said(quantization_config=dict(quant_method="gptq")), dict(), "has quantized weights (gptq)"),
+        (said(hidden_size=16), dict(), "of shape [61, 32], but the model of config.json needs shape [61, 16]"),
         (said(num_hidden_layers=3, layer_types=None), dict(), "lacks the weight model.layers.2."),
         (lacking, dict(), "lacks the weight model.layers.0.self_attn.k_norm.weight"),
         (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), dict(), "weights as a pickle"),
-        (lambda f: (f / "tokenizer.json").unlink(), dict(text=True), "has no tokenizer.json, so its tokens for text"),
+        (lambda f: (f / "tokenizer.json").unlink(), dict(text=True), "no tokenizer.json, so text cannot be tokenised"),
         (large_tokenizer, dict(), "needs a vocabulary of 101, but that of the model in"),
         (
             None,
@@ -480,8 +480,8 @@ def other(folder):
         ),
         (None, dict(tokenizer={"the": 1, "</s>": 7, "[UNK]": 2}), "has another vocabulary than"),
         (None, dict(strategy="heads", mesh="sequence=8"), "--strategy heads: "),
-        (said(rope_scaling=dict(type="linear", factor=2.0)), dict(rope_scaling="yarn:4"), "Say it, like yarn:4,orig"),
-        (said(max_position_embeddings=None), dict(), "must say how long the model's sequences are, as max_position"),
+        (said(rope_scaling=dict(type="linear", factor=2.0)), dict(rope_scaling="yarn:4"), "Add it, like yarn:4,orig"),
+        (said(max_position_embeddings=None), dict(), "must give the model's sequence length as max_position"),
     ],
 )
 def test_what_cannot_be_started_from_is_one_line_and_leaves_nothing(change, options, message, hub, tokens, tmp_path):

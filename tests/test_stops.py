@@ -193,7 +193,7 @@ def test_what_is_taken_from_generation_config_is_said(copied, capsys):
     assert "decode 4 tokens" in err
     words = " ".join(err.split())
     assert "temperature 0.6, top_k 20, top_p 0.9, max_new_tokens 4 from generation_config.json" in words
-    assert "asks for repetition_penalty 1.1, typical_p 0.5, which striped generate does not compute" in words
+    assert "asks for repetition_penalty 1.1, typical_p 0.5, which striped generate does not support" in words
     assert err.count("Warning") == 1
     again = ("--temperature", 0.6, "--top-k", 20, "--top-p", 0.9, "--max-tokens", 4)
     (copied / "generation_config.json").unlink()
@@ -229,7 +229,7 @@ def test_filters_without_sampling_are_refused(copied, capsys):
     for option in (("--top-k", 5), ("--top-p", 0.5), ("--min-p", 0.5)):
         code, _, err = generate(capsys, "--model", copied, "--prompt", "Hello!", *option)
         assert code == 2
-        assert "are for sampling: give a --temperature above 0 too" in err
+        assert "are for sampling: also give a --temperature above 0" in err
     (copied / "generation_config.json").write_text('{"do_sample": true}')
     assert generate(capsys, "--model", copied, "--prompt", "a", "--max-tokens", 2, "--top-k", 5)[0] == 0
 
@@ -239,5 +239,5 @@ def test_a_prompt_beyond_the_models_positions_is_said(model, capsys):
     code, _, err = generate(capsys, *command, "a" * 130)
     assert code == 0
     words = " ".join(err.split())
-    assert "Warning: The prompt has 131 tokens, more than the 128 positions that the model is made for" in words
+    assert "Warning: The prompt has 131 tokens, more than the model's maximum of 128: expect poor text" in words
     assert "Warning" not in generate(capsys, *command, "a" * 100)[2]

@@ -129,7 +129,7 @@ def test_auto_takes_what_fits(monkeypatch, caplog):
     assert messages_of(request, found).memory == min(messages_of(request, one).memory for one in tried)
     (said,) = caplog.records
     assert said.levelno == logging.WARNING
-    assert f"takes {found}: none fits in the 0.00075 GB of a device, and this one needs least" in caplog.text
+    assert f"takes {found}: none fits in the 0.00075 GB of a device, and this one needs the least" in caplog.text
     assert "Use more devices or shorter sequences." in caplog.text
 
 
@@ -141,7 +141,7 @@ def test_attention_by_default_is_exact_and_says_what_it_took(caplog):
     with caplog.at_level(logging.INFO, "striped_attention"):
         out = sa.attention(q, k, v, mesh=mesh_of(4), axis_name="sequence", layout=layout, mask=mask)
     assert "strategy='auto' takes " in caplog.text
-    assert "planned for a layer's attention on 4 × cpu: ring " in caplog.text
+    assert "estimated for one layer's attention on 4 × cpu: ring " in caplog.text
     wanted = dense_attention(*arrays.values(), mask.dense(45))
     np.testing.assert_allclose(layout.restore(out, devices=4, length=45), wanted, atol=FLOAT32_TOLERANCE)
 
@@ -183,7 +183,9 @@ def test_under_vmap_with_an_axis_name():
 def test_groups_under_vmap_with_an_axis_name_are_refused(strategy):
     x = jnp.ones((4, 1, 8, 4, 4))
     attend = functools.partial(sa.attention_shard, axis_name="s", layout=sa.contiguous(), mask=sa.causal())
-    with pytest.raises(ValueError, match=r"an axis of jax\.vmap attention can only be a ring.*Pass strategy='ring'"):
+    with pytest.raises(
+        ValueError, match=r"axes of jax\.vmap, attention must use a ring over a single.*Pass strategy='ring'"
+    ):
         jax.vmap(lambda x: attend(x, x, x, strategy=strategy), axis_name="s")(x)
 
 

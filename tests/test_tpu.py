@@ -158,7 +158,7 @@ def test_the_papers_configuration(tmp_path, capsys):
     assert said["result"]["memory"] < 32e9
     assert len(said["result"]["transfers"]) == 18
     assert all(transfer["hidden"] for transfer in said["result"]["transfers"])
-    assert "collective-permute behind attention" in out
+    assert "collective-permute overlapped with attention" in out
     assert "18 of 18" in out
     assert said["kernel"] == "pallas_tpu"
     assert said["longest_hop"] == 1
@@ -191,7 +191,7 @@ def test_a_step_that_gathers_keys(tmp_path, capsys):
     sent = said["result"]["transfers"]
     assert {transfer["kind"] for transfer in sent} == {"all-gather"}
     assert f"{sum(transfer['hidden'] for transfer in sent)} of {len(sent)}" in out
-    assert "all-gather behind attention" in out
+    assert "all-gather overlapped with attention" in out
 
 
 def test_options_that_the_compiler_for_tpus_does_not_know(monkeypatch):
@@ -205,7 +205,7 @@ def test_options_that_the_compiler_for_tpus_does_not_know(monkeypatch):
 
 @pytest.mark.parametrize("name", ["v4:3x5x7", "cuda:1x1x8"])
 def test_pods_that_do_not_exist(name):
-    with pytest.raises(UsageError, match=f"--topology {name} cannot be compiled for here: "):
+    with pytest.raises(UsageError, match=f"--topology {name} cannot be compiled for on this machine: "):
         describe(name)
 
 

@@ -128,7 +128,7 @@ def test_a_process_killed_while_saving_loses_only_that_save(tmp_path):
     assert len(before) - whole[-1] <= 2, "only what came after the last finished save is lost"
     code, out, error = run(*options, "--steps", len(before) + 1, "--checkpoint-dir", tmp_path, "--resume")
     assert code == 0, error
-    assert f"Going on from step {whole[-1]}." in out
+    assert f"Resuming from step {whole[-1]}." in out
     assert steps_done(tmp_path) == list(range(1, len(before) + 2)), "no step is missing and none is there twice"
     assert losses(tmp_path)[:-1] == before, "done again, bit for bit"
     assert not half_written(), "what was left half-written is gone"
@@ -148,7 +148,7 @@ def test_two_processes_have_the_losses_of_one_and_stop_together(alone, tmp_path)
     assert losses(tmp_path)[:5] == pytest.approx(losses(alone), rel=1e-6)
     code, out, error = run(*TINY, *TWO, "--steps", last + 1, "--checkpoint-dir", tmp_path, "--resume")
     assert code == 0, f"a checkpoint of two processes, resumed by one: {error}"
-    assert f"Going on from step {last}." in out
+    assert f"Resuming from step {last}." in out
     assert steps_done(tmp_path) == list(range(1, last + 2))
 
 
@@ -316,7 +316,7 @@ def test_a_full_disk_is_told_and_loses_nothing(alone, tmp_path):
     assert "could not be written" in error
     code, out, error = run(*again, 6)
     assert code == 0, error
-    assert "Going on from step 5." in out
+    assert "Resuming from step 5." in out
 
 
 def test_help_names_every_stable_flag(capsys):

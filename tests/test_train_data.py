@@ -131,18 +131,18 @@ BAD = {
     "does not exist": lambda path: dict(path=path / "nothing.txt"),
     "is empty": lambda path: bad_file(path, "empty.txt", b""),
     "is not a NumPy file": lambda path: bad_file(path, "x.npy", b"no numbers at all"),
-    "in one dimension": lambda path: bad_npy(path, np.zeros((2, 3), np.int32)),
-    "whole numbers": lambda path: bad_npy(path, np.zeros(5)),
+    "one-dimensional": lambda path: bad_npy(path, np.zeros((2, 3), np.int32)),
+    "array of integers": lambda path: bad_npy(path, np.zeros(5)),
     "not a multiple of 2": lambda path: bad_file(path, "x.bin", b"abc"),
     "looks like uint32": lambda path: bad_file(path, "x.bin", np.arange(9, dtype="<u4").tobytes()),
-    "holds the token 400, but the vocabulary is 320": lambda path: bad_npy(path, np.array([1, 400])),
-    "holds the token -1": lambda path: bad_npy(path, np.array([1, -1])),
+    "contains token 400, but the model's vocabulary is 320": lambda path: bad_npy(path, np.array([1, 400])),
+    "contains token -1": lambda path: bad_npy(path, np.array([1, -1])),
     "leave out --tokenizer": lambda path: bad_file(path, "x.bin", b"abcd", tokenizer=path),
     "--end-token must be a token": lambda path: bad_file(path, "x.bin", b"abcd", end=320),
     "--end-token is for": lambda path: bad_file(path, "x.txt", b"abcd", end=3),
     "vocabulary of at least 257": lambda path: bad_file(path, "x.txt", b"abcd", vocabulary=256),
     "not a Hugging Face tokenizer.json": lambda path: bad_tokenizer(path, "{}"),
-    "give one file, not a folder": lambda path: bad_file(path, "shard.bin", b"abcd") | dict(path=path),
+    "Give one token file, not a folder": lambda path: bad_file(path, "shard.bin", b"abcd") | dict(path=path),
     "is not a file": lambda path: bad_file(path, "x.txt", b"abcd", tokenizer=path / "none.json"),
     "holds several arrays": lambda path: bad_file(path, "x.npy", several_arrays()),
 }
@@ -163,7 +163,7 @@ def test_bad_data_gets_one_clear_line(tmp_path, message):
 
 def test_pickled_arrays_are_never_opened(tmp_path):
     np.save(tmp_path / "x.npy", np.array([{"a": 1}], object), allow_pickle=True)
-    with pytest.raises(UsageError, match="is not a NumPy file of numbers"):
+    with pytest.raises(UsageError, match="is not a NumPy file of integers"):
         load(tmp_path / "x.npy")
 
 
@@ -176,7 +176,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(tmp_path):
 
 def test_a_tokenizer_without_an_end_and_text_that_is_none(tmp_path):
     (tmp_path / "text.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="none of the tokens that end a text"):
+    with pytest.raises(UsageError, match="has no end-of-text token"):
         load(tmp_path / "text.txt", tokenizer=write_tokenizer(tmp_path / "t.json", {"[UNK]": 0}))
     with pytest.raises(UsageError, match="is UTF-16 text"):
         load(tmp_path / "text.txt", tokenizer=write_tokenizer(tmp_path / "t.json", {"[UNK]": 0, "</s>": 1}))
@@ -224,7 +224,7 @@ NO_TEXT = {
     "is a NumPy array. If it holds tokens, give it a name that ends in .npy": saved_array(),
     "is UTF-16 text. Convert it to UTF-8": "hello".encode("utf-16"),
     r"is not UTF-8 text \(byte 3\). Convert it to UTF-8": "café".encode("latin-1"),
-    r"is no text \(byte 5 is 0\). Keep it out": b"hello\0world",
+    r"is not text \(byte 5 is 0\). Keep it out": b"hello\0world",
     "is JSON lines. Give it a name that ends in .jsonl": b'{"text": "one"}\n\n{"text": "two"}\n',
 }
 
@@ -265,16 +265,16 @@ def test_an_end_token_that_never_occurs_is_told(tmp_path, monkeypatch):
     assert load(tmp_path / "x.npy", end=249).warning is None
     assert load(tmp_path / "x.npy").warning is None, "nobody asked for one"
     found = load(tmp_path / "x.npy", end=250).warning
-    assert found.startswith(f"--end-token 250 does not occur in {tmp_path / 'x.npy'}: all of it counts as one document")
+    assert found.startswith(f"--end-token 250 does not occur in {tmp_path / 'x.npy'}, so all of it counts as one")
     monkeypatch.setattr(data.raw, "LOOK", 10)
     monkeypatch.setattr(data.raw, "LOOKS", 5)  # 10 of every 50
-    assert "does not occur in the 50 tokens that were looked at of" in load(tmp_path / "x.npy", end=30).warning
+    assert "does not occur in the 50 sampled tokens of" in load(tmp_path / "x.npy", end=30).warning
 
 
 def test_tokens_outside_the_vocabulary_and_too_few_of_them():
-    with pytest.raises(UsageError, match="holds the token 12, but the vocabulary is 10"):
+    with pytest.raises(UsageError, match="contains token 12, but the model's vocabulary is 10"):
         data.read(data.Corpus(np.full(20, 12), None, 10, "x.npy"), 0, range(1), 4, 0)
-    with pytest.raises(UsageError, match="holds the token -1"):
+    with pytest.raises(UsageError, match="contains token -1"):
         data.read(data.Corpus(np.full(20, -1), None, 10, "x.npy"), 0, range(1), 4, 0)
     with pytest.raises(UsageError, match=r"x.npy holds 5 tokens, too few for one sequence of 5"):
         data.read(data.Corpus(np.zeros(5, int), None, 10, "x.npy"), 0, range(1), 5, 0)

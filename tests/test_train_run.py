@@ -332,7 +332,7 @@ def test_a_damaged_checkpoint_is_refused_and_left_as_it_is(straight, tmp_path, d
         else:
             path.write_bytes(kept if damage == "cut" else kept + bytes(byte ^ 255 for byte in rest))
     before = snapshot(folder)
-    refuse("6 cannot be read.*left as it is.*go on from step 3", folder=folder, steps=7, resume=True)
+    refuse("6 cannot be read.*left unchanged.*resume from step 3", folder=folder, steps=7, resume=True)
     assert snapshot(folder) == before
     assert nothing_is_left()
 
@@ -376,7 +376,7 @@ def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path):
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "weights").write_text("of something else")
     before = snapshot(tmp_path)
-    refuse("damaged or foreign", folder=tmp_path, steps=9, resume=True)
+    refuse("damaged or has another format", folder=tmp_path, steps=9, resume=True)
     assert snapshot(tmp_path) == before
 
 
@@ -435,7 +435,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
         return program
 
     monkeypatch.setattr(trainer, "Program", diverging)
-    with pytest.raises(Diverged, match=r"step 5 is not finite.*step 3's \(move .*4 away.*learning-rate"):
+    with pytest.raises(Diverged, match=r"step 5 is not finite.*step 3 \(move .*4 away.*learning-rate"):
         train(config(half, steps=9, checkpoint_every=1, resume=True))
     assert [line["step"] for line in metrics(half)] == [1, 2, 3, 4]
     monkeypatch.setattr(trainer, "Program", once)
@@ -591,7 +591,7 @@ def test_too_little_memory_says_how_much_is_needed(monkeypatch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12345 bytes.")
 
     monkeypatch.setattr(Program, "fresh_state", full)
-    refuse(r"memory is too small: a step of 4 × 64 tokens needs about [\d.]+ kB on each. Use more devices", steps=2)
+    refuse(r"memory is too small: a step of 4 × 64 tokens needs about [\d.]+ kB per device. Use more devices", steps=2)
 
 
 def test_a_profile_is_written(tmp_path):
@@ -605,7 +605,7 @@ BAD = [
     (dict(mesh="data=8", batch=6), "--batch must be a multiple of 8, the mesh's data axis"),
     (dict(mesh="sequence=8", sequence_length=7), "--sequence-length must be at least the 8 devices"),
     (dict(kernel="magic"), r"kernel must be one of .*'xla'.*'magic'"),
-    (dict(heads=3), "dim must be its heads times an even number"),
+    (dict(heads=3), "dim must be its heads times an even head width"),
     (dict(kv_heads=3, heads=4), "multiple of its kv_heads"),
     (dict(layout="zigzag", stripe=4), "--stripe is for --layout striped"),
     (dict(steps=0), "--steps must be at least 1; got 0"),
@@ -626,7 +626,7 @@ def test_bad_options_get_one_clear_line(options, message):
 @pytest.mark.usefixtures("_never_compile")
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    refuse("cannot be used: Not a directory. Choose a folder", folder=tmp_path / "file" / "run")
+    refuse("cannot be used: Not a directory. Choose a writable folder", folder=tmp_path / "file" / "run")
 
     def read_only(**_):
         raise OSError(errno.EROFS, "Read-only file system")

@@ -89,7 +89,7 @@ def test_a_service_that_fails_ends_no_training(service, tmp_path, capsys):
         for step in (1, 2):
             watch.step(metrics(step))
     said = [line for line in capsys.readouterr().out.splitlines() if "Weights & Biases" in line]
-    assert said == ["Warning: Weights & Biases gets no more metrics: the service is gone. metrics.jsonl has them all."]
+    assert said == ["Warning: logging to Weights & Biases stopped: the service is gone. metrics.jsonl has all metrics."]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
@@ -131,5 +131,5 @@ def test_a_damaged_note_of_the_run_is_told(service, tmp_path, content):
 
 def test_a_run_stays_in_its_project(service, tmp_path):
     (tmp_path / "wandb.json").write_text('{"project": "another", "id": "x"}')
-    refuse("logs to the project another, and --wandb says project. Give --wandb another", tmp_path, resume=True)
+    refuse("logs to the project another; got --wandb project. Use --wandb another", tmp_path, resume=True)
     assert service.runs == []

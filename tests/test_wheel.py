@@ -113,7 +113,7 @@ def test_with_the_core_dependencies_it_imports_and_the_command_says_what_to_inst
         extra = "tpu" if command == "compile" else "train"
         assert (code, error) == (
             2,
-            f"striped: the command needs the package tyro: pip install 'striped-attention[{extra}]'\n",
+            f"striped: this command needs the package tyro: pip install 'striped-attention[{extra}]'\n",
         )
 
 
@@ -130,5 +130,5 @@ def test_a_package_of_an_extra_that_is_missing_is_named(wheel, missing, command)
     assert missing not in modules
     assert (code, error) == (
         2,
-        f"striped: the command needs the package {missing}: pip install 'striped-attention[train]'\n",
+        f"striped: this command needs the package {missing}: pip install 'striped-attention[train]'\n",
     )

@@ -1,3 +1,3 @@
-"""Benchmarks of striped_attention, and reports drawn from their results: `striped bench` and `striped report`."""
+"""Benchmarks of striped_attention (`striped bench`) and reports of their results (`striped report`)."""
 
 __version__ = "0.1.0"

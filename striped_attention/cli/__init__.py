@@ -1,16 +1,23 @@
 """The command `striped`. Every subcommand is one file here, and its options are one dataclass.
 
-tyro makes flags and help texts of the dataclass. `bench` and `report` come with the package striped-attention-bench.
+tyro derives flags and help texts from the dataclass. `bench` and `report` are in the package striped-attention-bench.
 """
 
 import functools
+import importlib.metadata
 import importlib.util
 import sys
 from typing import Any
 
+from striped_attention._version import __version__
 from striped_attention.cli.guard import guard
 
-# Subcommand → module, and the dataclass of its options in there.
+_ABOUT = (
+    f"striped_attention {__version__}: train and run language models on sequences longer than one device can hold. "
+    "striped COMMAND --help lists the options of a command; --config FILE reads options from a TOML or JSON file, or "
+    "from the run.json of a run; striped --version prints the versions."
+)
+# Subcommand → module, and the dataclass of its options in that module.
 _COMMANDS = {
     "train": ("striped_attention.cli.train", "TrainConfig"),
     "tokenize": ("striped_attention.cli.tokenize", "TokenizeConfig"),
@@ -27,11 +34,16 @@ _EXTRAS = {"bench": "bench", "report": "report", "compile": "tpu"}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point; the exit code is 0 when all went well, 2 when something asked for cannot be done."""
+    """Entry point. Returns the exit code: 0 for success, 2 for a request that cannot be fulfilled."""
     asked = sys.argv[1:] if arguments is None else arguments
+    if asked == ["--version"]:
+        print(_versions())
+        return 0
     name = asked[0] if asked and asked[0] in _COMMANDS else None
     try:
         import tyro
+
+        from striped_attention.cli.arguments import expand
 
         commands, modules = _load()
         if name is not None and name not in commands:
@@ -40,11 +52,14 @@ def main(arguments: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         return _missing(error, name)
     cli = functools.partial(
-        tyro.extras.subcommand_cli_from_dict, prog="striped", config=(tyro.conf.FlagCreatePairsOff,)
+        tyro.extras.subcommand_cli_from_dict,
+        prog="striped",
+        description=_ABOUT,
+        config=(tyro.conf.FlagCreatePairsOff,),
     )
 
     def run() -> int:
-        config = cli(commands, args=arguments)
+        config = cli(commands, args=asked if name is None else expand(name, commands[name], asked))
         try:
             return modules[type(config)].run(config) or 0
         except ModuleNotFoundError as error:
@@ -53,25 +68,35 @@ def main(arguments: list[str] | None = None) -> int:
     return guard(run)
 
 
+def _versions() -> str:
+    names = ("jax", "jaxlib", "numpy")
+    return (
+        f"striped_attention {__version__} ({', '.join(f'{name} {importlib.metadata.version(name)}' for name in names)})"
+    )
+
+
 def _load() -> tuple[dict[str, Any], dict[type, Any]]:
-    """The options of every command that is installed, and the module that runs them."""
+    """The options of every installed command, and the modules that run them."""
+    from striped_attention.cli.help import join_lines
+
     commands, modules = {}, {}
     for name, (path, options) in _COMMANDS.items():
         if importlib.util.find_spec(path.split(".")[0]) is None:
-            continue  # a package of its own, which is not installed
+            continue  # a separate package that is not installed
         module = importlib.import_module(path)
         commands[name] = getattr(module, options)
+        join_lines(commands[name])
         modules[commands[name]] = module
     return commands, modules
 
 
 def _missing(error: ModuleNotFoundError, command: str | None) -> int:
-    """Say which package is missing, and the extra of this one that brings it."""
+    """Print which package is missing and which extra installs it."""
     package = str(error.name).split(".")[0]
     if package == __package__.split(".")[0]:
-        raise error  # a mistake of ours, and nothing to install
+        raise error  # a defect of this package: there is nothing to install
     how = f"pip install 'striped-attention[{_EXTRAS.get(command or '', 'train')}]'"
     if command in ("bench", "report"):
         how = f"in a clone pip install -e . -e benchmarks, elsewhere {how}"
-    print(f"striped: the command needs the package {package}: {how}", file=sys.stderr)
+    print(f"striped: this command needs the package {package}: {how}", file=sys.stderr)
     return 2

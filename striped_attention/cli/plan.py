@@ -1,4 +1,4 @@
-"""The command `striped plan`: its options, and how a plan is shown in a terminal and kept as JSON."""
+"""The command `striped plan`: its options, its terminal output and its JSON."""
 
 import dataclasses
 import json
@@ -29,59 +29,60 @@ from striped_attention.strategies.timeline import tile_flops
 
 _SHADES = " ·░▒▓█"
 LARGEST_PICTURE = 32  # devices and steps, in characters
-WIDTH = 32  # of a timeline, in characters
-MOST_RECORDED = 256  # devices whose tiles go into the JSON
+WIDTH = 32  # characters of a timeline
+MOST_RECORDED = 256  # devices; larger plans leave tiles and timelines out of the JSON
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanConfig:
-    """Say how a long text would train on machines you do not have yet, and which layout and strategy to choose.
+    """Estimate training steps on hardware you do not have yet, and choose a layout and a strategy.
 
-    Counts the work of every device and step as the kernels would do it, lets transfers run beside it, and compares
-    layouts and strategies. Takes seconds, on any computer. For example: striped plan --devices 64 --length 1M
+    Counts the tiles that every device computes at every step, overlaps them with the transfers, and compares layouts
+    and strategies: time, MFU, memory and traffic. Takes seconds on any computer and needs no accelerator. For example:
+    striped plan --devices 64 --length 1M
     """
 
     devices: int
-    """Devices that one sequence is spread over."""
+    """Devices that share each sequence."""
     length: str
-    """Tokens of a sequence: a number, or like 256k (× 1024) or 1M (× 1024²)."""
+    """Sequence length in tokens, such as 786432, 256k (× 1024) or 1M (× 1024²)."""
     mask: Literal["causal", "documents", "window", "prefix", "full"] = "causal"
-    """Which keys a token sees; documents: packed ones, of random lengths."""
+    """Attention mask. documents: sequences packed with documents of random lengths, causal within each."""
     window: Whole = None
-    """For --mask window: keys that a token sees. Default: 4096."""
+    """With --mask window: width of the sliding window in tokens. Default: 4096."""
     prefix: Whole = None
-    """For --mask prefix: tokens that all see. Default: a third of the text."""
+    """With --mask prefix: length of the prefix in tokens. Default: a third of the sequence."""
     document_length: Whole = None
-    """For --mask documents: the median, of a log-normal distribution. Default: 1800."""
+    """With --mask documents: median length in tokens; lengths are log-normal. Default: 1800."""
     hardware: str = "h100"
     """a100, h100, h200, b200, v4, v5e, v5p, v6e (TPUs), or cpu."""
     devices_per_node: Whole = None
-    """Consecutive devices that share the fast interconnect. Default: what a node or pod of --hardware has, 8 GPUs."""
+    """Consecutive devices that share a fast interconnect. Default: 8 GPUs, or the size of a TPU pod."""
     preset: str = "llama3-8b"
     """Shape of the model: 1b, 3b, 7b, llama3-8b or debug, as in `striped train`."""
     batch: int = 1
-    """Sequences a step."""
+    """Sequences per step."""
     layouts: Texts = None
-    """What to compare, like striped(1) striped(128) zigzag. Contiguous always is. Default: striped(1) striped(256)
-    striped(1024) zigzag, of them what --kernel can do."""
+    """Layouts to compare with contiguous, like striped(1) striped(128) zigzag. Default: striped(1) striped(256)
+    striped(1024) zigzag, as far as --kernel supports them."""
     strategies: Texts = None
-    """What to compare a ring with, like heads, gather, heads=8,gather=2 or inner=8. Default: heads or keys shared among
-    all devices, and among those of a node or pod, and double rings of nodes."""
+    """Strategies to compare with a ring, like heads, gather, heads=8,gather=2 or inner=8. Default: heads and gather
+    over all devices and within nodes or pods, and double rings of nodes."""
     kernel: str = "auto"
-    """xla, cudnn, hopper, pallas_tpu, or auto: the fastest that can do what a layout needs."""
+    """Attention kernel: xla, cudnn, hopper or pallas_tpu. auto: the fastest that supports the layout and mask."""
     remat: str = "auto"
-    """What a layer keeps for the backward pass, as in `striped train`: none, qkv, attention, full, or auto: as much as
-    fits into --memory."""
+    """Rematerialisation, as in `striped train`: none, qkv, attention or full. auto: recompute as little as fits into
+    --memory."""
     memory: float = 0.9
-    """The part of each device's memory that a step may use."""
+    """Fraction of each device's memory that a step may use."""
     output: Path = None
-    """Where all of it goes as JSON, for `striped report`. Default: nowhere."""
+    """Write the plan as JSON to this file, for `striped report`."""
 
     def __post_init__(self) -> None:
         for option, mask in (("window", "window"), ("prefix", "prefix"), ("document_length", "documents")):
             if getattr(self, option) is not None and self.mask != mask:
                 flag = f"--{option.replace('_', '-')}"
-                raise UsageError(f"{flag} is for --mask {mask}; got --mask {self.mask}. Leave one of them out.")
+                raise UsageError(f"{flag} requires --mask {mask}; got --mask {self.mask}. Remove one of them.")
         for name, known in (("hardware", HARDWARE), ("preset", PRESETS), ("kernel", ("auto", *KERNELS))):
             if getattr(self, name) not in known:
                 raise UsageError(f"--{name} must be one of {', '.join(known)}; got {getattr(self, name)!r}.")
@@ -107,7 +108,7 @@ class PlanConfig:
 
 
 def run(config: PlanConfig) -> None:
-    """Plan, print, and write the JSON."""
+    """Plan, print the plan, and write the JSON."""
     try:
         found = sa.plan(
             config.devices,
@@ -138,7 +139,7 @@ def run(config: PlanConfig) -> None:
 
 
 def show(found: Plan, config: PlanConfig) -> list[Any]:
-    """What a person wants to read of a plan."""
+    """The plan as text, tables and drawings."""
     setting, best = found.setting, found.best
     model = setting.model
     most = (
@@ -155,68 +156,84 @@ def show(found: Plan, config: PlanConfig) -> list[Any]:
         f"Choose {found.reason}",
         *_by_strategy(found),
         _pictures(found, "work of device ↓ at step →", _heat),
-        _pictures(found, "computing █ or waiting · over time →, forward", _bars),
-        f"With {best.layout!r} the busiest device computes {most:,.2f} TFLOP for a layer's attention, forward and "
-        f"backward. A hop of keys and values is {gigabytes(best.workload.messages.hop)}, on a wire of "
+        _pictures(found, "computing █ or idle · over time →, forward", _bars),
+        f"With {best.layout!r} the busiest device computes {most:,.2f} TFLOP per layer of attention, forward and "
+        f"backward. A hop transfers {gigabytes(best.workload.messages.hop)} of keys and values at "
         f"{best.workload.wire / 1e9:g} GB/s.",
-        f"With --memory {setting.memory:g}, layers keep --remat {best.setting.remat} for the backward pass, and their "
-        f"stages take {best.setting.chunk or 0:,} tokens at a time.",
-        f"Memory of a device: {gigabytes(sum(best.memory.values()))}. "
-        + ", ".join(f"{what} {gigabytes(size)}" for what, size in best.memory.items())
-        + ".",
-        *_doubts(found),
+        _fit(best),
+        *_assumptions(found),
     ]
     return parts
 
 
-def _doubts(found: Plan) -> list[str]:
-    """What a plan rests on that nobody has measured."""
+def _fit(best: Choice) -> str:
+    """Whether a ring's best layout fits into memory, and what takes the memory."""
+    setting, needed = best.setting, sum(best.memory.values())
+    room = f"{gigabytes(int(setting.budget))} of a device's {gigabytes(int(setting.hardware.memory))}"
+    verdict = f"It fits: a ring needs {gigabytes(needed)} per device"
+    if not best.fits:
+        verdict = f"A ring does not fit: it needs {gigabytes(needed)} per device"
+    parts = ", ".join(f"{what} {gigabytes(size)}" for what, size in best.memory.items())
+    return (
+        f"{verdict}, and --memory {setting.memory:g} allows {room} (--remat {setting.remat}, --chunk "
+        f"{setting.chunk or 0}). Memory per device: {parts}."
+    )
+
+
+def _assumptions(found: Plan) -> list[str]:
+    """Which kernels the plan assumes, and which assumptions are not measured."""
     kernels: dict[str, list[str]] = {}
     for choice in (*found.choices, *(one for one in found.strategies if one.strategy != RING)):
         name = repr(choice.layout) if choice.strategy == RING else str(choice.strategy)
         kernels.setdefault(f"{choice.kernel} ({choice.chosen.rates.known})", []).append(name)
     parts = ["Kernels: " + "; ".join(f"{name}: {', '.join(layouts)}" for name, layouts in kernels.items()) + "."]
     name = found.setting.hardware.name
-    scaled = "" if name in ("h200", "cpu") else f"nothing was measured on {name}, its figures are scaled; "
-    parts.append(f"Assumed: {scaled}wires run at their full speed, and weights are gathered behind arithmetic.")
+    scaled = "" if name in ("h200", "cpu") else f"kernel speeds are scaled to {name}, where nothing was measured; "
+    parts.append(f"Assumed: {scaled}links run at full bandwidth, and gathers of weights overlap with computation.")
     if not all(choice.exact for choice in found.choices):
-        parts.append("≤: counted row by row of tiles, which may be more than is run; such layouts may be faster.")
+        parts.append("≤: an upper bound, counted by rows of tiles; such layouts may be faster.")
     return parts
 
 
 def _table(found: Plan) -> rich.table.Table:
     shown = rich.table.Table(
-        *("layout", "busiest / mean", "attention", "speed-up", "step", "tokens/s", "MFU"),
+        *("layout", "busiest / mean", "work", "attention", "speed-up", "step", "tokens/s", "MFU"),
         box=rich.box.SIMPLE_HEAD,
         pad_edge=False,
-        caption=f"attention: of one layer; speed-up: its, over {found.baseline.layout!r}, at best {found.bound:.2f}",
+        caption=(
+            "busiest / mean: load imbalance between devices; work: FLOPs of all tiles over those of visible pairs; "
+            f"attention: one layer, forward and backward; speed-up: of attention over {found.baseline.layout!r}, at "
+            f"most {found.bound:.2f}"
+        ),
         caption_justify="left",
     )
     shown.columns[0].no_wrap = True
     for choice in found.choices:
         tiles = ("" if choice.exact else "≤ ") + f"{choice.imbalance:.2f}"
         shown.add_row(
-            *(repr(choice.layout), tiles, seconds(choice.attention_seconds), f"{found.speedup(choice):.2f}"),
+            *(repr(choice.layout), tiles, f"{choice.work:.2f}", seconds(choice.attention_seconds)),
+            f"{found.speedup(choice):.2f}",
             *(seconds(choice.step_seconds), f"{choice.tokens_per_second:,.0f}", f"{choice.mfu:.1%}"),
         )
     return shown
 
 
 def _by_strategy(found: Plan) -> list[Any]:
-    """The strategies with their best layouts, and a sentence on the fastest."""
+    """A table of strategies, each with its best layout, and a sentence on the fastest."""
     if len(found.strategies) == 1:
         return []
     shown = rich.table.Table(
-        *("strategy", "layout", "attention", "step", "MFU", "sent", "far", "memory"),
+        *("strategy", "layout", "attention", "step", "MFU", "sent", "between nodes", "memory"),
         box=rich.box.SIMPLE_HEAD,
         pad_edge=False,
-        caption="sent: by a device for a layer's attention, both passes; far: of it between nodes or pods",
+        caption="sent: bytes per device for one layer's attention, both passes; between nodes: its part that leaves a "
+        "node or pod",
         caption_justify="left",
     )
     for column in shown.columns:
         column.overflow = "fold"  # on narrow terminals
     for choice in found.strategies:
-        memory = gigabytes(sum(choice.memory.values())) + ("" if found.fits(choice) else ", too much")
+        memory = gigabytes(sum(choice.memory.values())) + ("" if found.fits(choice) else ", does not fit")
         shown.add_row(
             *(str(choice.strategy), repr(choice.layout), seconds(choice.attention_seconds)),
             *(seconds(choice.step_seconds), f"{choice.mfu:.1%}", gigabytes(choice.attention_bytes)),
@@ -225,8 +242,8 @@ def _by_strategy(found: Plan) -> list[Any]:
     best = found.fastest
     more = found.best.step_seconds / best.step_seconds
     if more < 1 + SAME:
-        return [shown, "A ring is as fast as any strategy that fits."]
-    return [shown, f"Fastest: --strategy {best.strategy} with {best.layout!r}, {more:.2f} times a ring's speed."]
+        return [shown, "No strategy that fits is faster than a ring."]
+    return [shown, f"Fastest: --strategy {best.strategy} with {best.layout!r}, {more:.2f} × as fast as a ring."]
 
 
 def seconds(value: float) -> str:
@@ -234,7 +251,7 @@ def seconds(value: float) -> str:
 
 
 def _pictures(found: Plan, what: str, draw: Callable[[Choice], list[str]]) -> str:
-    """A drawing of the baseline and of the best layout, side by side."""
+    """Drawings of the baseline and of the best layout, side by side."""
     shown = [found.baseline] + ([found.best] if found.best is not found.baseline else [])
     drawn = [[f"{choice.layout!r}", *draw(choice)] for choice in shown]
     widths = [max(map(len, lines)) + 4 for lines in drawn]
@@ -246,7 +263,7 @@ def _pictures(found: Plan, what: str, draw: Callable[[Choice], list[str]]) -> st
 
 
 def _heat(choice: Choice) -> list[str]:
-    """Device × step, as dark as there is work; with many devices a character is the busiest of several."""
+    """Work by device and step, darker for more; with many devices a character shows the busiest of several."""
     tiles = choice.tiles
     edges = np.linspace(0, len(tiles), min(len(tiles), LARGEST_PICTURE) + 1).astype(int)[:-1]
     pooled = np.maximum.reduceat(np.maximum.reduceat(tiles, edges, axis=0), edges, axis=1)
@@ -255,7 +272,7 @@ def _heat(choice: Choice) -> list[str]:
 
 
 def _bars(choice: Choice) -> list[str]:
-    """When a device computes and when it waits, for some devices from the first to the last."""
+    """When devices compute and when they are idle, for up to eight of them."""
     setting = choice.setting
     if setting.devices > MOST_RECORDED:
         return [f"{seconds(choice.forward_seconds)}"]
@@ -270,7 +287,7 @@ def _bars(choice: Choice) -> list[str]:
 
 
 def document(found: Plan, config: PlanConfig) -> dict[str, Any]:
-    """A plan as JSON can keep it."""
+    """The plan as a JSON document."""
     setting = found.setting
     options = {k: str(v) if isinstance(v, pathlib.Path) else v for k, v in dataclasses.asdict(config).items()}
     small = setting.devices <= MOST_RECORDED
@@ -286,7 +303,8 @@ def document(found: Plan, config: PlanConfig) -> dict[str, Any]:
                 **{"forward_seconds": choice.forward_seconds, "backward_seconds": choice.backward_seconds},
                 **{"over_contiguous": found.speedup(choice), "waiting": choice.waiting, "hidden": choice.hidden},
                 **{"step_seconds": choice.step_seconds, "tokens_per_second": choice.tokens_per_second},
-                **{"mfu": choice.mfu, "memory": choice.memory, "tiles": choice.tiles.tolist() if small else None},
+                **{"mfu": choice.mfu, "memory": choice.memory, "work": choice.work},
+                "tiles": choice.tiles.tolist() if small else None,
                 **{"remat": choice.setting.remat, "chunk": choice.setting.chunk},
                 "flops": choice.flops.tolist() if small else None,
                 "timelines": [_record(line) for line in choice.timelines()] if small else None,

@@ -1,6 +1,6 @@
-"""Compiling: training steps for machines that are not here.
+"""Compiling: ahead-of-time compilation of training steps for remote TPU pods and GPU clusters.
 
-config      what `striped compile` may be asked
-topology    pods and machines, described for a compiler
-command     compile, find the longest length that fits, show
+config      options of `striped compile`
+topology    descriptions of pods and GPU machines for the compiler
+command     compile, find the longest sequence length that fits, report
 """

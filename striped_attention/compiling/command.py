@@ -1,4 +1,4 @@
-"""The command `striped compile`: a real training step, compiled for machines that are not here, and what that tells."""
+"""The command `striped compile`: compile a training step for remote machines, and report memory and transfers."""
 
 import collections
 import dataclasses
@@ -32,21 +32,21 @@ from striped_attention.runtime.schedule import Transfer, transfers
 from striped_attention.strategies.exchange import KEYS
 from striped_attention.training.step import Program
 
-# What attention sends, as XLA calls it. The steps of a model gather and scatter weights too.
+# XLA's names of attention's transfers. Those in _SHARED also move weights.
 _KINDS = ("collective-permute", "all-gather", "reduce-scatter", "all-to-all")
 _SHARED = ("all-gather", "reduce-scatter")
-_FINE = 16  # the longest length is found to a part of this of the power of two below it
+_FINE = 16  # the longest length is found to within 1/16 of the power of two below it
 
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What a compiler said of a training step. Of one that does not fit only what it needs and what there is."""
+    """Result of compiling a training step. If it does not fit, only `memory` and `available` are known."""
 
     length: int
     kernel: str
     fits: bool
     seconds: float
-    memory: int | None  # bytes a device at its peak; of what does not fit, as far as the compiler says
+    memory: int | None  # peak bytes per device; None if it does not fit and the compiler does not report it
     available: int | None = None
     transfers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
@@ -61,7 +61,7 @@ def run(config: CompileConfig) -> None:
         raise UsageError(f"--output {config.output} cannot be written: there is no folder {config.output.parent}.")
     devices, length = describe(config.topology), parse_length(config.length)
     if config.longest and devices[0].platform != "tpu":
-        raise UsageError("--longest is for TPUs: only their compiler says what does not fit.")
+        raise UsageError("--longest is for TPUs: only their compiler reports what does not fit.")
     mesh = make_mesh(_sizes(config, length, len(devices)), devices)
     options = {name: str(value) if isinstance(value, pathlib.Path) else value for name, value in vars(config).items()}
     record = metadata("compile", options, packages=["libtpu"])
@@ -89,11 +89,11 @@ def run(config: CompileConfig) -> None:
 
 
 def _sizes(config: CompileConfig, length: int, devices: int) -> dict[str, int]:
-    """Sizes of the mesh's axes."""
+    """Return the sizes of the mesh axes."""
     try:
         sizes = parse_mesh(config.mesh or f"{AXES.sequence}={devices}")
         check_devices(sizes, devices)
-        BASELINE.padded_length(length, devices)  # refuses what positions cannot number
+        BASELINE.padded_length(length, devices)  # raises if positions exceed int32
     except ValueError as error:
         raise UsageError(str(error)) from error
     if length < sizes[AXES.sequence]:
@@ -104,7 +104,7 @@ def _sizes(config: CompileConfig, length: int, devices: int) -> dict[str, int]:
 
 
 def _facts(program: Program, best: Compiled) -> dict[str, Any]:
-    """What is known of a step without a compiler."""
+    """Return what is known about a step without compiling it."""
     sizes, tpu = dict(program.mesh.shape), program.platform == "tpu"
     rings = [[(*d.coords, d.core_on_chip) for d in row] for row in program.mesh.devices] if tpu else []
     return {
@@ -121,7 +121,7 @@ def _facts(program: Program, best: Compiled) -> dict[str, Any]:
 
 
 def compile_step(program: Program) -> Compiled:
-    """Compile a step, and read what came out."""
+    """Compile a step and read its memory and transfers."""
     kernel = _choice(program).name
     length, begun = program.config.sequence_length, time.perf_counter()
     try:
@@ -139,13 +139,13 @@ def compile_step(program: Program) -> Compiled:
 
 
 def _sent(text: str) -> list[Transfer]:
-    """What attention sends in a program: gathered and scattered keys, but no weights."""
+    """Return attention's transfers in a program: gathered and scattered keys count, weights do not."""
     found = [transfer for kind in _KINDS for transfer in transfers(text, kind)]
     return [transfer for transfer in found if transfer.kind not in _SHARED or KEYS in transfer.source.split("/")]
 
 
 def _choice(program: Program) -> Choice:
-    """The kernel that a step takes on the devices it is compiled for."""
+    """Return the kernel of a step on the devices it is compiled for."""
     device = program.mesh.devices.flat[0]
     layout, devices = program.compute.layout, program.compute.devices
     request = program.config.request(layout, devices, program.documents, device.platform, device.device_kind)
@@ -156,7 +156,7 @@ def _choice(program: Program) -> Choice:
 
 
 def _need(message: str) -> tuple[int | None, int | None]:
-    """Bytes that a program needs and those that there are, from the compiler's words."""
+    """Parse the needed and the available bytes from the compiler's error message."""
     found = re.search(r"([\d.]+)([KMGT])i?B?\b\D*(?:of|exceeds)\D*([\d.]+)([KMGT])", message)
     if found is None:
         return None, None
@@ -165,7 +165,7 @@ def _need(message: str) -> tuple[int | None, int | None]:
 
 
 def _longest(first: Compiled, attempt: Any, console: rich.console.Console) -> list[Compiled]:
-    """Double or halve the length until one fits and the next does not, then close in on the longest that does."""
+    """Double or halve the length until one fits and the next does not, then bisect for the longest that fits."""
     tried = [first]
 
     def fits(length: int) -> bool:
@@ -183,7 +183,7 @@ def _longest(first: Compiled, attempt: Any, console: rich.console.Console) -> li
         while not fits(good):
             good, bad = good // 2, good
             if good < 1024:
-                raise UsageError(f"Not even {bad:,} tokens fit: use more devices or a smaller model.")
+                raise UsageError(f"Even {bad:,} tokens do not fit: use more devices or a smaller model.")
     step = max(1, 2 ** int(math.log2(good)) // _FINE)
     while bad - good > step:
         middle = good + max(1, (bad - good) // (2 * step)) * step
@@ -192,10 +192,10 @@ def _longest(first: Compiled, attempt: Any, console: rich.console.Console) -> li
 
 
 def count_work(program: Program) -> dict[str, Any]:
-    """Tiles that devices run, step by step, under a causal mask: of the busiest at every step, over the baseline."""
+    """Count tiles on the critical path (the busiest device of every step), causal, and compare with the baseline."""
     compute, config = program.compute, program.config
     tile, heads = _choice(program).tile, config.make_strategy(compute.devices).heads
-    devices = compute.devices // heads  # as kernels see them
+    devices = compute.devices // heads  # devices of a ring
 
     def critical(layout: Layout) -> int:
         tiles, _ = count_tile_rows(layout.grouped(heads), sa.causal(), config.sequence_length, devices, tile)
@@ -212,7 +212,7 @@ def count_work(program: Program) -> dict[str, Any]:
 
 
 def _show(config: CompileConfig, record: dict[str, Any], best: Compiled) -> list[Any]:
-    """What a person reads."""
+    """Return the report as lines and a table for the console."""
     batch = f"{config.batch} × " if config.batch > 1 else ""
     lines: list[Any] = [
         f"[bold]{config.preset}[/], {record['parameters']:,} parameters, {batch}{best.length:,} tokens on "
@@ -223,20 +223,20 @@ def _show(config: CompileConfig, record: dict[str, Any], best: Compiled) -> list
     if not best.fits:
         return [*lines, f"[red]It does not fit{_of_memory(best)}.[/] `--longest` finds what does."]
     table = rich.table.Table(box=rich.box.SIMPLE, show_header=False)
-    table.add_row("peak memory of a device", gigabytes(best.memory or 0))
+    table.add_row("peak memory per device", gigabytes(best.memory or 0))
     table.add_row("  estimated by --dry-run", gigabytes(record["estimated_memory"]))
     for row in _hidden(best):
         table.add_row(*row)
     hops = best.of_kind(_KINDS[0])
     for dtype in sorted({transfer["dtype"] for transfer in hops}):
         size = max(transfer["bytes"] for transfer in hops if transfer["dtype"] == dtype)
-        table.add_row(f"bytes of a hop, {dtype}", gigabytes(size))
+        table.add_row(f"bytes per hop, {dtype}", gigabytes(size))
     if record["longest_hop"] is not None:
-        table.add_row("longest hop on the wire", f"{record['longest_hop']} chip{'s' * (record['longest_hop'] > 1)}")
+        table.add_row("longest hop between chips", f"{record['longest_hop']} chip{'s' * (record['longest_hop'] > 1)}")
     work = record["work"]
     tile = " × ".join(map(str, work["tile"]))
     table.add_row(
-        f"tiles of the busiest device, causal: {BASELINE!r} over this", f"{work['over_contiguous']:.2f} ({tile})"
+        f"causal tiles on the critical path: {BASELINE!r} over this", f"{work['over_contiguous']:.2f} ({tile})"
     )
     table.add_row("  at most", f"{work['bound']:.2f}")
     table.add_row("compiled in", f"{best.seconds:.0f} s")
@@ -244,24 +244,24 @@ def _show(config: CompileConfig, record: dict[str, Any], best: Compiled) -> list
 
 
 def _hidden(best: Compiled) -> list[tuple[str, str]]:
-    """How many transfers of each kind are hidden behind attention, and which are not."""
+    """Return rows on how many transfers of each kind overlap with attention, and which do not."""
     rows = []
     for kind in _KINDS:
         sent = best.of_kind(kind)
         if sent:
-            rows.append((f"{kind} behind attention", f"{sum(t['hidden'] for t in sent)} of {len(sent)}"))
+            rows.append((f"{kind} overlapped with attention", f"{sum(t['hidden'] for t in sent)} of {len(sent)}"))
         open_ = collections.Counter((t["dtype"], t["bytes"]) for t in sent if not t["hidden"])
-        rows += [("  [yellow]not hidden", f"{n} × {dtype}, {gigabytes(size)}") for (dtype, size), n in open_.items()]
+        rows += [("  [yellow]exposed", f"{n} × {dtype}, {gigabytes(size)}") for (dtype, size), n in open_.items()]
     return rows or [("transfers of attention", "none")]
 
 
 def _of_memory(one: Compiled) -> str:
     if one.memory is None:
         return ""
-    return f": {gigabytes(one.memory)} a device" + (f" of {gigabytes(one.available)}" if one.available else "")
+    return f": {gigabytes(one.memory)} per device" + (f" of {gigabytes(one.available)}" if one.available else "")
 
 
 def _longest_hop(cells: list[tuple[int, ...]]) -> int:
-    """Between neighbours of a ring, the last and the first too."""
+    """Return the longest hop between neighbours of a ring, in chips; the last is next to the first."""
     closed = zip(cells, [*cells[1:], cells[0]], strict=True)
     return max(sum(abs(a - b) for a, b in zip(x, y, strict=True)) for x, y in closed)

@@ -1,7 +1,8 @@
-"""Topology: machines that are not here, described well enough to compile for them.
+"""Topology: describe remote machines to the compiler.
 
-The compilers come as Python packages and run on any Linux machine: libtpu for TPUs, JAX's CUDA plugin for GPUs. What is
-compiled cannot be run, but tells all that a compiler knows: memory, and the order of work and transfers.
+The compilers come as Python packages and run on any Linux machine: libtpu for TPUs, JAX's CUDA plugin for GPUs. The
+compiled programs cannot be run here, but show what the compiler knows: memory, and the schedule of computation and
+transfers.
 """
 
 import importlib.util
@@ -15,7 +16,7 @@ from jax.experimental import topologies
 from striped_attention.errors import UsageError
 from striped_attention.runtime.hardware import HARDWARE
 
-# libtpu looks for a TPU and its cloud unless it is told that there is none.
+# Keeps libtpu from looking for a TPU and its cloud environment.
 _ALONE = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v4-32",
@@ -23,7 +24,7 @@ _ALONE = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_LOG_DIR": "disabled",
 }
-# A v4 is asked for as it is used: two cores as one device, four chips a host, and no wires from end to end.
+# A v4 pod as used in practice: two cores as one device (megacore), four chips per host, no wrap-around links.
 _V4 = {"chip_config_name": "megacore", "chips_per_host_bounds": (2, 2, 1), "num_slices": 1, "wrap": (False,) * 3}
 TPUS = {"v4": _V4, "v5e": {}, "v5p": {}, "v6e": {}, "tpu7x": {}}
 GPUS = ("h100", "h200")
@@ -31,21 +32,21 @@ _PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
 
 
 def describe(name: str) -> list[Any]:
-    """The devices of a topology: v4:2x2x4 is a pod of 16 TPUs, h200:1x1x8 a machine of 8 GPUs, cuda:1x1x8 of 8 GPUs
-    like the one that is here.
+    """Return the devices of a topology: v4:2x2x4 is a pod of 16 TPUs, h200:1x1x8 a machine of 8 GPUs, and cuda:1x1x8
+    a machine of 8 GPUs of the local type.
     """
     kind, _, shape = name.partition(":")
-    sizes = 2 if kind in (*GPUS, "cuda") else 1  # at least, after the first
+    sizes = 2 if kind in (*GPUS, "cuda") else 1  # minimum number of sizes after the first
     if kind not in (*TPUS, *GPUS, "cuda") or not re.fullmatch(rf"[1-9]\d{{0,3}}(x[1-9]\d{{0,3}}){{{sizes},2}}", shape):
         raise UsageError(
-            f"--topology must be one of {', '.join(TPUS)} with its chips, like v4:2x2x4 or v5e:4x4, or one of "
-            f"{', '.join(GPUS)} and cuda with slices, machines and GPUs of each, like h200:1x1x8; got {name!r}."
+            f"--topology must be one of {', '.join(TPUS)} with the shape of the pod, like v4:2x2x4 or v5e:4x4, or one "
+            f"of {', '.join(GPUS)} and cuda with slices, machines and GPUs of each, like h200:1x1x8; got {name!r}."
         )
     try:
         return list((_tpus(kind, name) if kind in TPUS else _gpus(kind, shape)).devices)
     except (jax.errors.JaxRuntimeError, RuntimeError, ValueError, NotImplementedError) as error:
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UsageError(f"--topology {name} cannot be compiled for here: {first}") from error
+        raise UsageError(f"--topology {name} cannot be compiled for on this machine: {first}") from error
 
 
 def _tpus(kind: str, name: str) -> Any:
@@ -53,7 +54,7 @@ def _tpus(kind: str, name: str) -> Any:
         raise UsageError("Compiling for TPUs needs the package libtpu: pip install 'striped-attention[tpu]'")
     for variable, value in _ALONE.items():
         os.environ.setdefault(variable, value)
-    jax.config.update("jax_platforms", "cpu")  # where the little that runs shall run
+    jax.config.update("jax_platforms", "cpu")  # for the few computations that do run
     return topologies.get_topology_desc(platform="tpu", topology_name=name, **TPUS[kind])
 
 
@@ -61,12 +62,12 @@ def _gpus(kind: str, shape: str) -> Any:
     if kind == "cuda":
         return topologies.get_topology_desc(platform="cuda", topology=shape)
     if not any(importlib.util.find_spec(name) for name in _PLUGINS):
-        raise UsageError("Compiling for GPUs needs JAX's plugin for them: pip install 'jax[cuda13]'")
+        raise UsageError("Compiling for GPUs needs JAX's CUDA plugin: pip install 'jax[cuda13]'")
     return topologies.get_topology_desc(platform="cuda", topology=shape, target_config=_target(kind))
 
 
 def _target(kind: str) -> str:
-    """A Hopper GPU in the compiler's words, a text protocol buffer. Sizes of its units are NVIDIA's tuning guide's."""
+    """Describe a Hopper GPU to the compiler, as a text protocol buffer. Sizes are from NVIDIA's tuning guide."""
     device = HARDWARE[kind]
     return f"""
         platform_name: "CUDA"

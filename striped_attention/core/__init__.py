@@ -1,8 +1,8 @@
-"""Core: the algebra. No devices, no kernels.
+"""Core: the mathematics of sequence-parallel attention. No devices, no kernels.
 
 layout   which device holds which token
 mask     which keys a query may attend to
-bias     what is added to a score because of distance
-partial  attention over some of the keys, and how two such results are merged
-oracle   dense attention, which everything else is compared with
+bias     a term added to the scores that depends on distance
+partial  attention over some of the keys, and how such results are merged
+oracle   dense attention, the reference implementation
 """

@@ -1,4 +1,4 @@
-"""Annotations: types are for readers and type checkers; public functions check their arguments themselves."""
+"""Type annotations are for readers and static type checkers; public functions check their arguments themselves."""
 
 import typing
 from collections.abc import Callable
@@ -11,5 +11,5 @@ if TYPE_CHECKING:
     def checks_itself(function: Function) -> Function: ...
 
 else:
-    # Public functions say more about a wrong argument than a type checker at run time would.
+    # Public functions explain a wrong argument better than a runtime type checker would.
     checks_itself = typing.no_type_check

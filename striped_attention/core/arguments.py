@@ -1,4 +1,4 @@
-"""Arguments: what users pass to attention, checked before anything runs. Errors say what came and what to do."""
+"""Checks of the arguments of attention, before anything runs."""
 
 import math
 from typing import Any
@@ -14,12 +14,12 @@ _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def check_arrays(query: Any, key: Any, value: Any, bias: Any, sinks: Any) -> None:
-    """Raise unless shapes and dtypes fit each other."""
+    """Raise unless the shapes and dtypes are compatible."""
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not (query.ndim == key.ndim == value.ndim == 4):
         raise ValueError(f"query, key and value must be [batch, length, heads, dim]; got {shapes}.")
     if key.shape != value.shape:
-        raise ValueError(f"key and value must have one shape; got {shapes}.")
+        raise ValueError(f"key and value must have the same shape; got {shapes}.")
     if query.shape[:2] != key.shape[:2]:
         raise ValueError(f"query and key must have the same batch and length; got {shapes}.")
     if query.shape[3] != key.shape[3]:
@@ -34,7 +34,7 @@ def check_arrays(query: Any, key: Any, value: Any, bias: Any, sinks: Any) -> Non
     dtypes = [str(x.dtype) for x in (query, key, value)]
     if len(set(dtypes)) > 1 or dtypes[0] not in _DTYPES:
         raise ValueError(
-            f"query, key and value must have one dtype out of {', '.join(_DTYPES)}; got {', '.join(dtypes)}. "
+            f"query, key and value must have the same dtype, one of {', '.join(_DTYPES)}; got {', '.join(dtypes)}. "
             f"Cast them with .astype."
         )
     if bias is not None and not isinstance(bias, Bias):
@@ -43,26 +43,26 @@ def check_arrays(query: Any, key: Any, value: Any, bias: Any, sinks: Any) -> Non
         raise ValueError(f"The bias must have one entry per query head, {heads}; got {bias.heads}.")
     if sinks is not None and (sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
         raise ValueError(
-            f"sinks must be floating point of shape ({heads},), one a head; got {sinks.dtype}{sinks.shape}."
+            f"sinks must be floating point of shape ({heads},), one per head; got {sinks.dtype}{sinks.shape}."
         )
 
 
 def check_length(padded_length: int, length: Any, mask: Any, layout: Any, devices: int) -> int:
-    """The number of real tokens."""
+    """Return the number of real tokens; raise unless it fits the arrays, the mask and the layout."""
     check_layout(layout)
     if not isinstance(mask, Mask):
         raise ValueError(
-            f"mask must be made by causal(), documents(…) and the like; got {type(mask).__name__}. Dense boolean masks "
-            f"do not fit long sequences."
+            f"mask must be made by causal(), documents(…) or a similar function; got {type(mask).__name__}. Dense "
+            f"boolean masks are not supported: they do not scale to long sequences."
         )
     layout.positions(0, padded_length, devices)
     if length is None and mask.length is not None:
         fitting = layout.padded_length(mask.length, devices)
         if fitting != padded_length:
             raise ValueError(
-                f"The mask was made for a text of {mask.length} tokens (the width of its segment ids), which "
+                f"The mask was made for a sequence of {mask.length} tokens (the width of its segment ids), which "
                 f"{layout!r} pads to {fitting} on {devices} devices; the arrays hold {padded_length}. Make the mask "
-                f"from segment ids of the same text, or pass length={mask.length} if the rest is padding."
+                f"from segment ids of the same sequence, or pass length={mask.length} if the rest is padding."
             )
         length = mask.length
     length = check_whole("length", padded_length if length is None else length)
@@ -85,10 +85,10 @@ def check_batch(mask: Mask, batch: int) -> None:
 
 
 def check_options(scale: Any, softcap: Any, tile: Any) -> tuple[int, int] | None:
-    """The tile as a pair."""
+    """Return the tile as a pair (queries, keys), or None; raise unless all options are valid."""
     for name, value in (("scale", scale), ("softcap", softcap)):
         if value is not None and not (isinstance(value, (int, float, np.number)) and math.isfinite(value.real)):
-            raise ValueError(f"{name} must be a plain, finite number, known while tracing; got {value!r}.")
+            raise ValueError(f"{name} must be a finite Python number, known at trace time; got {value!r}.")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"softcap must be positive, or None for no cap; got {softcap!r}.")
     if tile is None:

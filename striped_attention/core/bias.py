@@ -1,9 +1,9 @@
-"""Bias: what is added to a score because of how far apart query and key are.
+"""Bias: a term added to the scores that depends on the distance between query and key.
 
-Both forms in use depend on the distance `key position - query position` alone, so a tile's bias is computed from its
-positions and never stored:
+Both forms depend only on the distance `key position - query position`, so a tile's bias is computed from its positions
+and never stored:
 
-    alibi(slopes)           -slope * |distance|                          one slope a head
+    alibi(slopes)           -slope * |distance|                          one slope per head
     relative_bias(table)    table[bucket(distance), head]                T5's logarithmic buckets
 """
 
@@ -23,9 +23,9 @@ from striped_attention.core.layout import check_whole
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bias:
-    """Made by `alibi` or `relative_bias`. The first dimension of every array is the heads, so that heads can be split.
+    """A position bias, made by `alibi` or `relative_bias`. The first dimension of every array is heads, to be sharded.
 
-    `slopes` is [heads]; `values` is [heads, 2m + 1], the bias at distances -m … m, and beyond at the nearer end.
+    `slopes` is [heads]; `values` is [heads, 2m + 1], the bias at distances -m … m. Larger distances use the nearer end.
     """
 
     slopes: Any = None
@@ -36,7 +36,7 @@ class Bias:
         return (self.slopes if self.slopes is not None else self.values).shape[0]
 
     def at(self, distance: Int[Array, "*tile"]) -> Float[Array, "*tile"]:
-        """The bias of one head (arrays without their first dimension) at each distance."""
+        """Return the bias of one head at each distance; the arrays must have no heads dimension here."""
         if self.slopes is not None:
             return -self.slopes * jnp.abs(distance).astype(self.slopes.dtype)
         reach = self.values.shape[0] // 2
@@ -45,11 +45,11 @@ class Bias:
 
 @checks_itself
 def alibi(slopes: Float[Array | np.ndarray, " heads"]) -> Bias:
-    """ALiBi: a penalty that grows with distance, one slope a head. The slopes may be learned."""
+    """Return an ALiBi bias: a penalty proportional to distance, with one slope per head. The slopes may be learned."""
     slopes = jnp.asarray(slopes)
     if slopes.ndim != 1 or not jnp.issubdtype(slopes.dtype, jnp.floating):
         raise ValueError(
-            f"alibi needs one floating-point slope a head, shape [heads]; got {slopes.dtype}{slopes.shape}."
+            f"alibi needs one floating-point slope per head, shape [heads]; got {slopes.dtype}{slopes.shape}."
         )
     return Bias(slopes=slopes)
 
@@ -58,11 +58,11 @@ def alibi(slopes: Float[Array | np.ndarray, " heads"]) -> Bias:
 def relative_bias(
     table: Float[Array | np.ndarray, "buckets heads"], bidirectional: bool = False, max_distance: int = 128
 ) -> Bias:
-    """T5's relative position bias: `table` is the learned weight, [buckets, heads], as T5 stores it.
+    """Return T5's relative position bias: `table` is the learned weight, [buckets, heads], as T5 stores it.
 
-    Near distances have a bucket each, farther ones share buckets that widen logarithmically up to `max_distance`; with
-    `bidirectional` half the buckets are for keys after the query (T5's encoder), without it those all fall in bucket 0.
-    T5 does not divide scores by √dim: pass scale=1.0 to `attention` for its models.
+    Small distances have a bucket each; larger ones share buckets that widen logarithmically up to `max_distance`. With
+    `bidirectional`, half the buckets are for keys after the query (T5's encoder); without it, all such keys fall into
+    bucket 0. T5 does not divide scores by √dim: pass scale=1.0 to `attention` for its models.
     """
     table = jnp.asarray(table)
     least = 4 if bidirectional else 2
@@ -81,7 +81,7 @@ def relative_bias(
 
 
 def _t5_buckets(distance: np.ndarray, buckets: int, bidirectional: bool, max_distance: int) -> np.ndarray:
-    """The bucket of each distance (key - query), by T5's formula evaluated in float32 as T5 does."""
+    """Return the bucket of each distance (key - query) by T5's formula, evaluated in float32 as T5 does."""
     offset = np.zeros_like(distance)
     if bidirectional:
         buckets //= 2

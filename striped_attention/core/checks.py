@@ -1,14 +1,14 @@
-"""Checks: mistakes that would give wrong numbers in silence.
+"""Checks for mistakes that would silently give wrong results.
 
-A program cannot see that its arrays were never permuted, or permuted for another layout. But most models have the
-position of every token at hand, for rotary embeddings, and permute it together with the tokens: attention compares it
-with the layout, if it is passed as `positions=`.
+A program cannot tell from the arrays alone that they were never permuted, or permuted for another layout. But most
+models already have the position of every token, for rotary embeddings, and permute it together with the tokens. If it
+is passed as `positions=`, attention compares it with the layout.
 
-What is known while tracing raises at once. Positions that are known only when a program runs make the result and its
-gradients NaN, and with the environment variable SA_CHECK=1 the reason is logged, as an error of the logger
-`striped_attention`. Document ids of a running program are looked at only with SA_CHECK=1: a sequence in which an id
-comes back sees nothing, its result is 0, and the reason is logged. (Raising out of a running program is no choice: the
-other devices would wait for this one, until the process is aborted.)
+Mistakes that are visible at trace time raise at once. Wrong positions that are known only at run time make the result
+and its gradients NaN; with the environment variable SA_CHECK=1 the logger `striped_attention` reports the reason as an
+error. Traced document ids are checked only with SA_CHECK=1: in a sequence where an id returns after another one, no
+query sees any key, the result is 0, and the reason is logged. (A running program cannot raise: the other devices would
+wait for this one until the process is aborted.)
 """
 
 import functools
@@ -26,7 +26,7 @@ from striped_attention.core.layout import Layout, describe_order
 
 
 def enabled() -> bool:
-    """Whether checks that cost time are asked for."""
+    """Return whether the user has enabled checks that cost time (SA_CHECK=1)."""
     return os.environ.get("SA_CHECK", "0") not in ("", "0")
 
 
@@ -35,10 +35,10 @@ def is_traced(*values: Any) -> bool:
 
 
 def log_unless(ok: Any, explain: Callable[..., str], *values: Any) -> None:
-    """Log explain(*values) as an error unless `ok`, while the program runs."""
+    """Log explain(*values) as an error at run time unless `ok`."""
 
     def look(*arrays: Any) -> None:
-        # NumPy arrays, for an operation on JAX arrays would wait for the program that waits for this callback.
+        # Use NumPy: an operation on JAX arrays would wait for the running program, which waits for this callback.
         ok, *values = map(np.asarray, arrays)
         if not ok.all():
             logging.getLogger("striped_attention").error(explain(*values))
@@ -49,10 +49,10 @@ def log_unless(ok: Any, explain: Callable[..., str], *values: Any) -> None:
 def check_positions(
     positions: Any, expected: Any, batch: int, length: Any, layout: Layout, devices: int
 ) -> Array | None:
-    """Whether the positions of tokens are those that the layout expects, where these are real tokens.
+    """Return whether the positions of real tokens are those that the layout expects, as a traced boolean.
 
-    Both are [slots] or [batch, slots], `length` is a number or [batch, 1]. None if all is known and right; raises if
-    all is known and wrong.
+    `positions` and `expected` are [slots] or [batch, slots]; `length` is an integer or [batch, 1]. If all values are
+    known at trace time, return None if they match and raise otherwise.
     """
     positions = positions if isinstance(positions, jax.Array) else np.asarray(positions)
     slots = expected.shape[-1]
@@ -81,23 +81,23 @@ def _explain(positions: Any, expected: Any, length: Any, *, layout: Layout, devi
     wrong = (rows != wanted) & real
     row = int(np.argmax(wrong.any(axis=1)))
     slot = int(np.argmax(wrong[row]))
-    seen = f"slot {slot} holds position {rows[row, slot]}, and the layout puts {wanted[row, slot]} there."
+    seen = f"slot {slot} holds position {rows[row, slot]}, but the layout puts {wanted[row, slot]} there."
     if len(set((rows - wanted)[row, real[row]])) == 1:
         off = int(rows[row, slot] - wanted[row, slot])
         return (
-            f"Every position is {abs(off)} too {'large' if off > 0 else 'small'}: {seen} Positions count from the "
-            f"beginning of a sequence; in a cache that holds some of it, from the number of tokens that it holds."
+            f"Every position is {abs(off)} too {'large' if off > 0 else 'small'}: {seen} Positions must start at 0 "
+            f"for a new sequence, and at the number of tokens in the cache when a sequence is continued."
         )
     order = " ".join(["", describe_order(rows[row] - (wanted[row].min() if expected.ndim == 2 else 0))]).rstrip()
     return (
         f"The tokens are not in the order of {layout!r} on {devices} devices: {seen}{order} Permute tokens, positions "
-        f"and targets alike, once, with layout.permute(x, mesh=mesh, axis_name=…); where that pads them, pass length= "
-        f"(for a cache counts=), the number of real tokens."
+        f"and targets exactly once with layout.permute(x, mesh=mesh, axis_name=…). If that pads them, pass length= "
+        f"(counts= for a cache), the number of real tokens."
     )
 
 
 def poison(x: Array, ok: Any) -> Array:
-    """NaN where something is known to be wrong; `ok` is None or like the first dimensions of x."""
+    """Set x to NaN where `ok` is False; `ok` is None (all is well) or has the shape of x's leading dimensions."""
     if ok is None:
         return x
     ok = ok.reshape(*ok.shape, *[1] * (x.ndim - ok.ndim))

@@ -1,18 +1,18 @@
 """Layout: which device holds which token.
 
-A layout deals a text's tokens to devices the way one deals cards: `stripe` tokens at a time, round after round. Every
-layout in use is a case of that one rule:
+A layout distributes the tokens of a sequence round-robin over the devices, `stripe` tokens at a time. Every layout is a
+case of this one rule:
 
-    contiguous()   one round, a device's whole share at once         (Ring Attention)      0 0 0 0 1 1 1 1
+    contiguous()   one round: a device's whole share at once         (Ring Attention)      0 0 0 0 1 1 1 1
     striped(g)     stripes of g tokens, always in the same direction (Striped Attention)   0 1 0 1 0 1 0 1   (g = 1)
-    zigzag()       two rounds, the second one dealt backwards        (Llama 3)             0 0 1 1 1 1 0 0
+    zigzag()       two rounds, the second in reverse device order    (Llama 3)             0 0 1 1 1 1 0 0
 
-The picture shows the device of each of 8 positions for 2 devices. The last round shares out what is left in equal,
-narrower stripes, so every length that divides by the number of devices (for zigzag: by twice that) is dealt without
-padding.
+The right column shows which of 2 devices holds each of 8 positions. The last round divides the remaining tokens into
+equal, narrower stripes. So a length needs no padding if it is a multiple of the number of devices (for zigzag: of twice
+that number).
 
-A device keeps its tokens in `slots`, **sorted by position**. That is what makes the rest of the library simple: a range
-of positions is a range of slots on every device, and `count_before` finds its ends in closed form.
+A device keeps its tokens in `slots`, **sorted by position**. This keeps the rest of the library simple: a range of
+positions is a range of slots on every device, and `count_before` computes its ends in closed form.
 """
 
 import dataclasses
@@ -34,14 +34,14 @@ INT32_MAX = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """A device's slots as `count` equal runs of positions that are evenly spaced, `spacing` apart."""
+    """A device's positions as `count` runs of equal length; within a run, positions are `spacing` apart."""
 
     count: int
     spacing: int
 
 
 class Stripes(NamedTuple):
-    """Some stripes of all devices: whose they are, and the first and last position of each."""
+    """A selection of stripes: the device that holds each one, and its first and last position."""
 
     device: np.ndarray
     first: np.ndarray
@@ -49,7 +49,7 @@ class Stripes(NamedTuple):
 
 
 class Stair(NamedTuple):
-    """A number for every device: `below` for those before `at`, `here` for that one, `above` for those after it."""
+    """A step function of the device: `below` for devices before `at`, `here` for device `at`, `above` after it."""
 
     at: np.ndarray
     below: np.ndarray
@@ -62,10 +62,10 @@ class Stair(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A rule that deals tokens to devices; made by `contiguous`, `striped` or `zigzag`.
+    """A rule that assigns tokens to devices; made by `contiguous`, `striped` or `zigzag`.
 
-    `stripe` is the width of a stripe; without it a device's share is divided into `rounds` stripes. `backwards` deals
-    every second round in the opposite direction.
+    `stripe` is the width of a stripe; if it is None, a device's share is divided into `rounds` stripes. With
+    `backwards`, every second round goes through the devices in reverse order.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Layout:
         return f"{self.name}({'' if self.stripe is None else self.stripe})"
 
     def padded_length(self, length: int, devices: int) -> int:
-        """The smallest length ≥ `length` that this layout can share out equally."""
+        """Return the smallest length ≥ `length` that this layout can divide equally among the devices."""
         check_whole("length", length)
         check_whole("devices", devices)
         unit = self.rounds * devices
@@ -85,37 +85,37 @@ class Layout:
         if padded > INT32_MAX:
             raise ValueError(
                 f"Positions are int32, so a length may be at most {INT32_MAX} after padding; got length {length} "
-                f"(padded: {padded}). Split the text into shorter sequences."
+                f"(padded: {padded}). Split it into shorter sequences."
             )
         return padded
 
     def order(self, length: int, devices: int) -> Int[np.ndarray, " length"]:
-        """The position of the token in every slot, device after device: `x[order]` is x in layout order."""
+        """Return the position of the token in every slot, device after device: `x[order]` is x in layout order."""
         self._deal(length, devices)
         return np.concatenate([self.positions(device, length, devices) for device in range(devices)])
 
     def positions(self, device: Any, length: int, devices: int) -> Int[Array | np.ndarray, " slots"]:
-        """The positions of a device's tokens, increasing. `device` may be traced, as `lax.axis_index` is."""
+        """Return the positions of a device's tokens in increasing order. `device` may be traced (`lax.axis_index`)."""
         slots, _ = self._deal(length, devices)
         return self.position(device, namespace(device).arange(slots, dtype=np.int32), length, devices)
 
     def position(self, device: Any, slot: Any, length: int, devices: int) -> Any:
-        """The position of the token in a device's slot; also of many."""
+        """Return the position of the token in a slot of a device; both may be arrays."""
         slots, width = self._deal(length, devices)
         xp = namespace(device, slot)
         turn, stripe = self._turn(xp, slot // width, device, devices, slots, width)
         return slot // width * (devices * width) + turn * stripe + slot % width
 
     def stripe_end(self, slot: Any, length: int, devices: int) -> Any:
-        """The slot after the last one of the same stripe, before which positions follow one another."""
+        """Return the end (exclusive) of the stripe that contains `slot`; positions within a stripe are consecutive."""
         slots, width = self._deal(length, devices)
         begin = slot - slot % width
         return begin + namespace(slot).minimum(slots - begin, width)
 
     def runs(self, length: int, devices: int) -> Runs | None:
-        """How regular a device's positions are, for kernels that know a few shapes only; None if runs are unequal.
+        """Return a device's positions as equal runs, for kernels that support few patterns; None if runs are unequal.
 
-        In a run positions follow one another, or stripes are a single token and positions are `devices` apart.
+        Positions in a run are consecutive, or `devices` apart if stripes are one token wide.
         """
         slots, width = self._deal(length, devices)
         if devices == 1 or (width == 1 and not self.backwards):
@@ -123,10 +123,10 @@ class Layout:
         return None if slots % width else Runs(slots // width, 1)
 
     def sample_stripes(self, length: int, devices: int) -> Stripes:
-        """Stripes of the first four rounds and of the last two; those of a round lie next to each other.
+        """Return the stripes of the first four and the last two rounds; those of a round are adjacent in the sequence.
 
-        Rounds repeat in pairs, and only the last one may be narrower. So whatever two stripes are to each other, one
-        round apart or none, is found among these.
+        Rounds repeat in pairs, and only the last may be narrower. So these stripes include every relation that two
+        stripes of the same round or of adjacent rounds can have.
         """
         slots, width = self._deal(length, devices)
         rounds = -(-slots // width)
@@ -139,7 +139,7 @@ class Layout:
     def count_before(
         self, device: Any, position: Int[Array | np.ndarray, "*shape"] | int, length: int, devices: int
     ) -> Int[Array | np.ndarray, "*shape"]:
-        """How many of a device's tokens have a smaller position; also the slot where a range of positions starts."""
+        """Return how many of a device's tokens lie before `position`, i.e. the first slot at or after it."""
         slots, width = self._deal(length, devices)
         xp = namespace(device, position)
         position = xp.clip(xp.asarray(position).astype(int), 0, length).astype(np.int32)
@@ -149,7 +149,7 @@ class Layout:
         return round_ * width + xp.clip(in_stripe, 0, stripe)
 
     def count_before_all(self, position: np.ndarray, length: int, devices: int) -> "Stair":
-        """`count_before` for all devices at once: in a round it is one number, then another, with one between them."""
+        """Compute `count_before` for all devices at once: one value before some device, one on it, one after it."""
         slots, width = self._deal(length, devices)
         round_, left = np.divmod(position, np.int32(devices * width))
         stripe = np.where(round_ < slots // width, np.int32(width), np.int32(slots % width))
@@ -161,16 +161,16 @@ class Layout:
         return Stair(at, np.where(back, open_, done), before + part, np.where(back, done, open_))
 
     def grouped(self, members: int) -> "Layout":
-        """The layout of groups of so many neighbouring devices, each taken for one device: again a layout.
+        """Return the layout whose devices are groups of `members` neighbouring devices of this one.
 
-        Sort the tokens of a group, and they lie as this layout deals them to as many devices as there are groups.
+        Layouts are closed under grouping: the sorted tokens of a group are what that layout assigns to one device.
         """
         return self if self.stripe is None else dataclasses.replace(self, stripe=self.stripe * members)
 
     def join(self, x: Any, members: int, length: int, devices: int, axis: int = 1) -> Any:
-        """Slots of a group of neighbouring devices, one device after the other, as slots of `grouped(members)`.
+        """Reorder the concatenated slots of a group of neighbouring devices into slots of `grouped(members)`.
 
-        `length` and `devices` are those of this layout. All groups are joined alike.
+        `length` and `devices` are those of this layout. The reordering is the same for all groups.
         """
         slots, width = self._deal(length, devices)
         xp, rounds = namespace(x), slots // width
@@ -191,7 +191,7 @@ class Layout:
         return xp.moveaxis(xp.concatenate([whole, rest], axis=1).reshape(-1, *x.shape[1:]), 0, axis)
 
     def _turn_back(self, x: Any) -> Any:
-        """[rounds, members, ...] with the members reversed in rounds that are dealt in the opposite direction."""
+        """Reverse the members in the rounds of x, [rounds, members, ...], that go through devices in reverse order."""
         if not self.backwards:
             return x
         xp = namespace(x)
@@ -207,10 +207,10 @@ class Layout:
         mesh: Mesh | AbstractMesh | None = None,
         axis_name: "AxisName | None" = None,
     ) -> Any:
-        """Put an array from sequence order into layout order along `axis`, padded with `pad` where it does not divide.
+        """Permute an array from sequence order into layout order along `axis`, padding with `pad` where necessary.
 
-        How many devices share the sequence is said by `devices`, or by the mesh and the axis that attention is given:
-        then they cannot differ. NumPy arrays stay NumPy arrays (where data enters), JAX arrays stay JAX arrays.
+        Give the number of devices that share the sequence as `devices`, or as the mesh and axis that attention gets, so
+        that the two cannot differ. NumPy arrays stay NumPy arrays (for data loading); JAX arrays stay JAX arrays.
         """
         devices = count_devices(devices, mesh, axis_name)
         axis = _check_axis(x, axis)
@@ -234,7 +234,7 @@ class Layout:
         mesh: Mesh | AbstractMesh | None = None,
         axis_name: "AxisName | None" = None,
     ) -> Any:
-        """Undo `permute`: back to sequence order; `length` cuts the padding off."""
+        """Undo `permute`: return to sequence order; `length` removes the padding."""
         devices = count_devices(devices, mesh, axis_name)
         axis = _check_axis(x, axis)
         slot_of = np.argsort(self.order(x.shape[axis], devices)).astype(np.int32)
@@ -245,19 +245,19 @@ class Layout:
         return np.take(x, slot_of, axis) if isinstance(x, np.ndarray) else _gather(x, slot_of, axis)
 
     def _deal(self, length: int, devices: int) -> tuple[int, int]:
-        """Slots per device and the width of a full stripe."""
+        """Return the slots per device and the width of a full stripe; raise unless the length divides equally."""
         padded = self.padded_length(length, devices)
         if padded != length:
             even = "" if self.rounds == 1 else f" in {self.rounds} equal rounds"
             raise ValueError(
                 f"{self!r} needs a length that {devices} devices can share equally{even}, a multiple of "
-                f"{self.rounds * devices}; got {length}. Pad it to {padded}: layout.permute does that for you."
+                f"{self.rounds * devices}; got {length}. Pad it to {padded}: layout.permute does that."
             )
         slots = length // devices
         return slots, min(self.stripe or slots // self.rounds, slots)
 
     def _turn(self, xp: Any, round_: Any, device: Any, devices: int, slots: int, width: int) -> tuple[Any, Any]:
-        """Whose turn the device is in a round (counted from 0), and how wide that round's stripes are."""
+        """Return the device's turn in a round (counted from 0), and the width of that round's stripes."""
         if not isinstance(device, jax.Array) and not (np.min(device) >= 0 and np.max(device) < devices):
             raise ValueError(f"device must be one of the {devices} devices, counted from 0; got {device}.")
         turn = xp.asarray(device, dtype=np.int32)
@@ -268,57 +268,61 @@ class Layout:
 
 
 def contiguous() -> Layout:
-    """Every device holds one contiguous piece: Ring Attention's layout."""
+    """One contiguous chunk per device: Ring Attention's layout."""
     return Layout("contiguous")
 
 
 @checks_itself
 def striped(stripe: int = 1) -> Layout:
-    """Stripes of `stripe` tokens dealt round-robin: Striped Attention's layout, as wide as you like.
+    """Stripes of `stripe` tokens distributed round-robin: Striped Attention's layout, with stripes of any width.
 
-    As wide as a tile of the kernel (256 on CPUs, 1024 on GPUs) is the best choice for packed documents: neighbours stay
-    together, and fewer tiles are touched.
+    For packed documents, make stripes as wide as a tile of the kernel (256 on CPUs, 1024 on GPUs): neighbouring tokens
+    stay together, and the kernel computes fewer tiles.
     """
     return Layout("striped", stripe=check_whole("stripe", stripe))
 
 
 def zigzag() -> Layout:
-    """Every device holds one piece from the front and its mirror image from the back, as Llama 3 was trained."""
+    """One chunk from the front and its mirror image from the back per device, as in the training of Llama 3."""
     return Layout("zigzag", rounds=2, backwards=True)
 
 
-LayoutName = Literal["striped", "contiguous", "zigzag"]  # as commands take them
+LayoutName = Literal["striped", "contiguous", "zigzag"]  # for the command line
 DEFAULT: LayoutName = "striped"
-BASELINE = contiguous()  # Ring Attention: what others are compared with
+BASELINE = contiguous()  # Ring Attention's layout, which the others are compared with
+UNSTRIPED = (BASELINE, zigzag())
 
 
 def named_layout(name: str, stripe: int = 1) -> Layout:
-    """A layout by its name; `stripe` is the width of stripes, if it has any."""
+    """Return a layout by name; `stripe` is the stripe width for layouts that have one."""
     return striped(stripe) if has_stripes(name) else {"contiguous": contiguous, "zigzag": zigzag}[name]()
 
 
 def has_stripes(name: str) -> bool:
-    """Whether a layout of that name has stripes of a chosen width."""
+    """Return whether the layout of that name has an adjustable stripe width."""
     return name == "striped"
 
 
 def candidates(length: int, devices: int, tiles: Sequence[int] = (256, 1024)) -> list[Layout]:
-    """Layouts worth comparing, the baseline first: stripes of one token and as wide as tiles, where they are narrow."""
+    """Return layouts worth comparing, the baseline first.
+
+    Stripes are one token wide, or as wide as a tile where that leaves at least two rounds.
+    """
     stripes = [1, *(tile for tile in tiles if 2 * tile * devices <= length)]
     return [BASELINE, *map(striped, stripes), zigzag()]
 
 
 def stripes_of(tile: int, slots: int) -> list[Layout]:
-    """Stripes to choose from for devices with so many slots: about as wide as a tile, or a single token.
+    """Return striped layouts to choose from for devices with `slots` slots: stripes of about a tile, or of one token.
 
-    Four stripes per device at least keep the devices balanced; a power of two divides most lengths.
+    At least four stripes per device keep the load balanced; a power of two divides most lengths.
     """
     quarter = max(1, slots // 4)
     return [striped(min(tile, 2 ** (quarter.bit_length() - 1))), striped(1)]
 
 
 def parse_layout(text: str) -> Layout:
-    """A layout from its name, as `repr` writes it; brackets may be left out, as in zigzag or striped."""
+    """Parse a layout as written by `repr`; parentheses may be omitted, as in zigzag or striped."""
     found = re.fullmatch(r"(contiguous|zigzag)(?:\(\))?|striped(?:\((\d+)\))?", text.strip())
     if found is None:
         raise ValueError(f"A layout is written like contiguous, zigzag or striped(256); got {text!r}.")
@@ -326,7 +330,7 @@ def parse_layout(text: str) -> Layout:
 
 
 def describe_order(positions: np.ndarray) -> str:
-    """What order positions are in, in a sentence, if it is one that is easily taken for another."""
+    """Describe the order of positions in a sentence if it is a common mistake; otherwise return an empty string."""
     length = len(positions)
     if (np.diff(positions) == 1).all():
         return "They are in sequence order: nothing was permuted."
@@ -343,14 +347,14 @@ def check_layout(layout: Any) -> None:
         raise ValueError(f"layout must be striped(), contiguous() or zigzag(); got {layout!r}.")
 
 
-AxisName = str | tuple[str, ...]  # a mesh axis, or several: the last one's devices are next to each other
+AxisName = str | tuple[str, ...]  # a mesh axis, or several; devices along the last one are neighbours
 
 
 def count_devices(devices: Any, mesh: Any, axis_name: AxisName | None) -> int:
-    """How many devices share a sequence: a number, or the size of a mesh axis, or of several together."""
+    """Return how many devices share a sequence: `devices`, or the product of the sizes of the mesh axes."""
     if (devices is None) == (mesh is None) or (mesh is None) != (axis_name is None):
         raise ValueError(
-            "Say how many devices share the sequence: devices=8, or mesh=… and axis_name=… as for attention; got "
+            "Pass the number of devices that share the sequence as devices=8, or as mesh=… and axis_name=…; got "
             f"devices={devices!r}, mesh={mesh!r}, axis_name={axis_name!r}."
         )
     if mesh is None:
@@ -359,9 +363,9 @@ def count_devices(devices: Any, mesh: Any, axis_name: AxisName | None) -> int:
 
 
 def check_axis(mesh: Any, axis_name: Any) -> tuple[str, ...]:
-    """The names of an axis, or of several; raises unless it is a mesh that has them."""
+    """Return the axis names as a tuple; raise unless `mesh` is a mesh that has them."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
-        raise ValueError(f"mesh must be a jax.sharding.Mesh; got {mesh!r}. jax.make_mesh makes one.")
+        raise ValueError(f"mesh must be a jax.sharding.Mesh; got {mesh!r}. Create one with jax.make_mesh.")
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not names or not all(name in mesh.axis_names for name in names) or len(set(names)) < len(names):
         raise ValueError(
@@ -372,12 +376,12 @@ def check_axis(mesh: Any, axis_name: Any) -> tuple[str, ...]:
 
 
 def namespace(*values: Any) -> Any:
-    """jax.numpy if any value is a JAX array, traced or not; else NumPy."""
+    """Return jax.numpy if any value is a JAX array, traced or not; otherwise NumPy."""
     return jnp if any(isinstance(value, jax.Array) for value in values) else np
 
 
 def _gather(x: Any, index: np.ndarray, axis: int, fill: Any = None) -> jax.Array:
-    """`jnp.take` that also works on arrays whose sharding is part of their type (explicit mesh axes)."""
+    """Do what `jnp.take` does, also for arrays whose sharding is part of their type (explicit mesh axes)."""
     x = jnp.asarray(x)
     options: dict[str, Any] = {}
     sharding = jax.typeof(x).sharding
@@ -395,7 +399,7 @@ def _gather(x: Any, index: np.ndarray, axis: int, fill: Any = None) -> jax.Array
 
 
 def check_whole(name: str, value: Any, least: int = 1) -> int:
-    """The value as an int; raises unless it is a whole number that is large enough."""
+    """Return the value as an int; raise unless it is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
         raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}.")
     return int(value)

@@ -1,7 +1,7 @@
 """Mask: which keys a query may see.
 
-A query at position p sees a half-open range of key positions `[lo(p), hi(p))`, and both ends never decrease with p. All
-masks a language model trains with are of that kind, and so are their intersections (`&`):
+A query at position p sees a half-open range of key positions `[lo(p), hi(p))`, and neither end ever decreases with p.
+All masks that language models are trained with have this form, and so do their intersections (`&`):
 
     full                 [0, T)                       1 1 1 1    causal    1 0 0 0    sliding_window(2)    1 0 0 0
     causal               [0, p + 1)                   1 1 1 1              1 1 0 0                         1 1 0 0
@@ -9,8 +9,8 @@ masks a language model trains with are of that kind, and so are their intersecti
     prefix(m)            [0, max(p + 1, m))           1 1 1 1              1 1 1 1                         0 0 1 1
     documents(ids)       [start of p's document, p + 1)
 
-1 means "may attend"; rows are queries, columns keys. So a mask is two numbers (a window, a prefix) and, for packed
-documents, one or two integers per position; no length × length array exists anywhere but in `dense`, for pictures.
+1 means "may attend"; rows are queries, columns are keys. So a mask is two integers (window and prefix) and, for packed
+documents, one or two integers per position. Only `dense` builds a length × length array, for inspection.
 """
 
 import dataclasses
@@ -32,11 +32,11 @@ Bounds = Int[Array | np.ndarray, "rows positions"]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mask:
-    """Ranges of visible keys; made by `causal`, `full`, `sliding_window`, `documents`, `prefix`, and `&`.
+    """The range of keys that each query sees; made by `causal`, `full`, `sliding_window`, `documents`, `prefix`, `&`.
 
-    A pytree: `lo` and `hi` (batch or 1, length) are its arrays, everything else is static. `window` None means that
-    the past is unlimited, `prefix` None that the future is; causal is a prefix of 0. `length` is set by masks that hold
-    arrays, `placed` (a layout and a number of devices) by `permute`.
+    A pytree: `lo` and `hi` (batch or 1, length) are its arrays, everything else is static. `window=None` means that a
+    query sees the whole past, `prefix=None` that it sees the whole future; a causal mask has prefix 0. `length` is set
+    in masks that hold arrays; `permute` sets `placed` (a layout and a number of devices).
     """
 
     window: int | None = None
@@ -53,21 +53,21 @@ class Mask:
 
     @property
     def rows(self) -> int:
-        """Sequences with documents of their own; 1 if all share one mask."""
+        """The number of sequences with documents of their own; 1 if all sequences share the mask."""
         return max((x.shape[0] for x in (self.lo, self.hi) if x is not None), default=1)
 
     def __and__(self, other: "Mask") -> "Mask":
-        """Keys visible under both masks."""
+        """Return the intersection: the keys visible under both masks."""
         if not isinstance(other, Mask):
             return NotImplemented
         if self.length and other.length and (self.length, self.placed) != (other.length, other.placed):
             raise ValueError(
-                f"Masks joined by & must be made for one length and one layout; got lengths {self.length} and "
+                f"Masks joined by & must have the same length and layout; got lengths {self.length} and "
                 f"{other.length}, layouts {self.placed} and {other.placed}. Join them before mask.permute."
             )
         rows = {x.shape[0] for mask in (self, other) for x in (mask.lo, mask.hi) if x is not None} - {1}
         if len(rows) > 1:
-            raise ValueError(f"Masks joined by & must be made for one batch; got {sorted(rows)} rows of segment ids.")
+            raise ValueError(f"Masks joined by & must have the same batch; got {sorted(rows)} rows of segment ids.")
         return Mask(
             window=_either(min, self.window, other.window),
             prefix=_either(min, self.prefix, other.prefix),
@@ -78,9 +78,9 @@ class Mask:
         )
 
     def bounds(self, positions: Int[Array | np.ndarray, " positions"], length: int) -> tuple[Bounds, Bounds]:
-        """`lo` and `hi` for the queries at `positions` of a text of `length` tokens; rows is the batch, or 1.
+        """Return `lo` and `hi`, [rows, positions], for queries of a sequence of `length` tokens; rows is batch or 1.
 
-        Positions past the text (padding) see nothing: their range is `[length, length)`.
+        Positions past the end of the sequence (padding) see nothing: their range is `[length, length)`.
         """
         xp = namespace(positions, self.lo, self.hi)
         p = xp.asarray(positions, dtype=np.int32)[None, :]
@@ -92,9 +92,9 @@ class Mask:
         return xp.where(p < length, lo, length), xp.where(p < length, hi, length)
 
     def permute(self, layout: Layout, devices: int, slots: int | None = None) -> "Mask":
-        """The mask in layout order, as it enters `shard_map` (sharded like [batch, length]). No-op without arrays.
+        """Return the mask in layout order, to enter `shard_map` (sharded like [batch, length]). No-op without arrays.
 
-        `slots` is the length of the arrays that the mask serves, if they were padded to more than `permute` pads to.
+        `slots` is the padded length of query and key, if they were padded further than `permute` pads.
         """
         if self.length is None:
             return self
@@ -108,7 +108,7 @@ class Mask:
             return self
         if self.placed is not None:
             raise ValueError(
-                f"This mask is already in the order of {self.placed[0]!r} on {self.placed[1]} devices; asked for "
+                f"This mask is already in the order of {self.placed[0]!r} on {self.placed[1]} devices; got "
                 f"{layout!r} on {devices}. Permute the mask that `documents` returned instead."
             )
         widths = [(0, 0), (0, (slots or self.length) - self.length)]
@@ -119,9 +119,9 @@ class Mask:
         return dataclasses.replace(jax.tree.map(place, self), placed=(layout, devices))
 
     def dense(self, length: int) -> Bool[np.ndarray, "*rows length length"]:
-        """The whole picture, True where a query (row) may see a key (column): for docs, tests and small texts."""
+        """Return the dense mask, True where a query (row) may attend to a key (column): for tests and inspection."""
         if self.placed is not None:
-            raise ValueError("dense() draws a mask in text order; this one was permuted. Draw it before mask.permute.")
+            raise ValueError("dense() needs a mask in sequence order; got a permuted one. Call it before mask.permute.")
         self.check_length(length)
         lo, hi = (np.asarray(x)[..., None] for x in self.bounds(np.arange(length, dtype=np.int32), length))
         key = np.arange(length)
@@ -129,11 +129,11 @@ class Mask:
         return picture[0] if self.length is None else picture
 
     def check_length(self, length: int) -> None:
-        """Raise unless this mask can serve a text of `length` tokens."""
+        """Raise unless this mask fits a sequence of `length` tokens."""
         if self.length is not None and self.length != length:
             raise ValueError(
-                f"The mask was made for a text of {self.length} tokens (the width of its segment ids), but the text "
-                f"has {length}. Make the mask from segment ids of the same length, or pass length={self.length}."
+                f"The mask was made for a sequence of {self.length} tokens (the width of its segment ids), but this "
+                f"one has {length}. Make the mask from segment ids of the same length, or pass length={self.length}."
             )
 
 
@@ -141,24 +141,24 @@ jax.tree_util.register_dataclass(Mask, data_fields=["lo", "hi"], meta_fields=["w
 
 
 def full() -> Mask:
-    """Every query sees every key."""
+    """Let every query see every key."""
     return Mask()
 
 
 def causal() -> Mask:
-    """A query sees itself and everything before it."""
+    """Let a query see its own position and everything before it."""
     return Mask(prefix=0)
 
 
 @checks_itself
 def sliding_window(width: int) -> Mask:
-    """Causal, and at most `width` keys back, the query's own included."""
+    """Let a query see the last `width` keys up to its own position, its own included."""
     return Mask(window=min(check_whole("The width of a sliding window", width), INT32_MAX), prefix=0)
 
 
 @checks_itself
 def prefix(length: int) -> Mask:
-    """Causal, but the first `length` tokens all see each other (prefix language models)."""
+    """Causal, except that the first `length` tokens all see each other (prefix language models)."""
     return Mask(prefix=min(check_whole("The length of a prefix", length, least=0), INT32_MAX))
 
 
@@ -166,9 +166,10 @@ def prefix(length: int) -> Mask:
 def documents(segment_ids: Int[Array | np.ndarray, "batch length"], causal: bool = True) -> Mask:
     """Packed documents: a query sees the keys of its own document, and with `causal` only those up to itself.
 
-    `segment_ids` are in sequence order, not permuted, one row per sequence, and equal ids must lie together; nothing
-    needs alignment. Ids that are being traced cannot be looked at: there every run of equal ids counts as a document of
-    its own. With SA_CHECK=1 an id that returns is logged as an error when the program runs, and nobody sees anything.
+    `segment_ids` are in sequence order, not permuted, one row per sequence. Equal ids must be adjacent; documents need
+    no alignment. Traced ids cannot be checked: every run of equal ids then counts as a document of its own. With
+    SA_CHECK=1, an id that occurs in several runs is logged as an error at run time, and no query of that sequence sees
+    any key.
     """
     traced = is_traced(segment_ids)
     if not traced and getattr(segment_ids, "is_fully_addressable", True):
@@ -207,7 +208,7 @@ def documents(segment_ids: Int[Array | np.ndarray, "batch length"], causal: bool
 
 
 def packed(length: int, median: int = 1800, spread: float = 1.2, seed: int = 0) -> Mask:
-    """Documents as they come: lengths from a log-normal distribution, one after another until the text is full."""
+    """Return a mask of packed documents with log-normal random lengths, one after another up to `length` tokens."""
     if check_whole("length", length) > INT32_MAX:
         raise ValueError(f"Positions are int32, so a length may be at most {INT32_MAX}; got {length}.")
     check_whole("median", median)
@@ -217,13 +218,13 @@ def packed(length: int, median: int = 1800, spread: float = 1.2, seed: int = 0) 
         lengths.append(np.maximum(1, random.lognormal(np.log(median), spread, 1 + length // median)).astype(np.int64))
     ends = np.cumsum(np.concatenate(lengths))
     starts = np.concatenate([[0], ends[ends < length]]).astype(np.int32)
-    # What `documents` makes of segment ids, without them: a text may have a hundred million tokens.
+    # The result of `documents`, built without segment ids: a sequence may have a hundred million tokens.
     first = np.repeat(starts, np.diff(starts, append=np.int32(length)))
     return Mask(prefix=0, lo=first[None], length=length)
 
 
 def _runs_are_documents(segment_ids: Array, first: Array) -> Array:
-    """Whether there are as many runs of equal ids as ids, in every row."""
+    """Return, for every row, whether it has as many runs of equal ids as distinct ids."""
     ordered = jnp.sort(segment_ids, axis=1)
     return jnp.sum(first, axis=1) == 1 + jnp.sum(ordered[:, 1:] != ordered[:, :-1], axis=1)
 
@@ -242,7 +243,7 @@ def _check_runs(segment_ids: np.ndarray, first: np.ndarray) -> None:
         if (count > 1).any():
             again, runs = opened[count > 1][0], count[count > 1][0]
             raise ValueError(
-                f"Equal segment ids must lie together; in row {row} id {again} appears in {runs} separate runs. "
+                f"Equal segment ids must be adjacent; in row {row} id {again} appears in {runs} separate runs. "
                 f"Give every document an id of its own, and pass the ids in sequence order, not permuted."
             )
 

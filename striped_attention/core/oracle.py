@@ -1,6 +1,6 @@
-"""Oracle: attention as the textbook writes it, on one device, with every score in memory.
+"""Oracle: the reference implementation, textbook attention on one device with all scores in memory.
 
-It is what everything else is compared with: tests and benchmarks call it in float64, examples in float32.
+Everything else is compared with it: tests and benchmarks call it in float64, examples in float32.
 """
 
 from typing import Any
@@ -17,12 +17,12 @@ from striped_attention.core.partial import Partial
 
 
 def dense_attention(*args: Any, **options: Any) -> Float[Array, "batch queries heads dim"]:
-    """The output alone; the arguments are those of `dense_partial`."""
+    """Return the output of `dense_partial` without the lse; the arguments are the same."""
     return dense_partial(*args, **options).out
 
 
 def control_attention(query: Array, key: Array, value: Array, mask: Mask) -> Float[Array, "batch queries heads dim"]:
-    """Dense attention where a model expects the ring, on one device that holds the whole text: for control runs."""
+    """Compute dense attention on one device that holds the whole sequence: replaces the ring in control runs."""
     position = jnp.arange(query.shape[1], dtype=jnp.int32)
     lo, hi = mask.bounds(position, query.shape[1])
     return dense_attention(query, key, value, (lo[:, :, None] <= position) & (position < hi[:, :, None]))
@@ -40,9 +40,9 @@ def dense_partial(
     sinks: Float[Array | np.ndarray, " heads"] | None = None,
     distance: Int[Array | np.ndarray, "queries keys"] | None = None,
 ) -> Partial:
-    """Attention in text order, in the dtype of its inputs. `visible` is what `mask.dense(length)` gives.
+    """Compute attention in sequence order, in the dtype of the inputs. `visible` is the result of `mask.dense(length)`.
 
-    `distance`, key position minus query position, is needed by a bias when positions do not simply count from 0.
+    A bias needs `distance`, key position minus query position, unless positions are 0, 1, 2, ….
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     heads, dim = query.shape[2:]

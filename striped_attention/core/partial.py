@@ -1,6 +1,7 @@
-"""Partial results: attention over some of the keys, and the merge that joins two of them.
+"""Partial results: attention over some of the keys, and how to merge two of them.
 
-Attention over all keys is the merge of attention over any parts of them. That is why keys can travel.
+Attention over all keys is the merge of the partial results over any partition of the keys. So a device can attend to
+the keys of the other devices one block at a time.
 """
 
 from typing import Any, NamedTuple
@@ -10,19 +11,19 @@ from jaxtyping import Array, Float
 
 
 def accumulator(dtype: Any) -> Any:
-    """What results are added up in: float64 for float64, float32 for everything else."""
+    """Return the dtype in which results are accumulated: float64 for float64, otherwise float32."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 class Partial(NamedTuple):
-    """Attention over some of the keys: a normalised output and the log of its normaliser. `merge` joins two."""
+    """Attention over some of the keys: a normalised output and the log of its normaliser (log-sum-exp)."""
 
     out: Float[Array, "batch queries heads dim"]
     lse: Float[Array, "batch queries heads"]
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """Attention over the keys of `a` and `b` together. Associative; the identity is (out 0, lse -inf)."""
+    """Merge into attention over the keys of both `a` and `b`. Associative; the identity is (out 0, lse -inf)."""
     top = jnp.maximum(a.lse, b.lse)
     top = jnp.where(jnp.isneginf(top), 0, top)
     weight_a, weight_b = jnp.exp(a.lse - top), jnp.exp(b.lse - top)
@@ -34,7 +35,7 @@ def merge(a: Partial, b: Partial) -> Partial:
 
 
 def merge_all(parts: Partial) -> Partial:
-    """`merge` of as many as the first dimension of both arrays has."""
+    """Merge all partial results along the first dimension of both arrays."""
     top = jnp.max(parts.lse, axis=0)
     top = jnp.where(jnp.isneginf(top), 0, top)
     weight = jnp.exp(parts.lse - top)
@@ -45,7 +46,7 @@ def merge_all(parts: Partial) -> Partial:
 
 
 def add_sinks(part: Partial, sinks: Float[Array, " heads"] | None) -> Partial:
-    """The partial result with one more key a head, which everybody sees and whose value is 0."""
+    """Add attention sinks: one more key per head, which every query sees and whose value is 0."""
     if sinks is None:
         return part
     lse = jnp.broadcast_to(sinks.astype(part.lse.dtype), part.lse.shape)

@@ -1,32 +1,36 @@
-"""Data: sources in, batches out. A batch is a pure function of a seed and a place, so no loader has a state to save.
+"""Data pipeline: from source files to training batches.
 
-What a source is:
-sources     what --data names, and how it becomes a corpus
-files       the files of a source, and their kinds
-raw         tokens as .npy and .bin
+A batch is a pure function of the seed and its position in the run, so there is no loader state to save.
+
+Sources:
+sources     parse --data and load every source as a corpus
+files       find the files of a source and their kinds
+splits      reject sources that mix the splits of a dataset
+raw         token files: .npy and .bin
 
 From files to tokens:
-documents   what files hold, one document after the other
-tables      Parquet and Arrow
-unpack      gzip and zstandard
-content     what a file holds, told by its bytes
-columns     what of a record is text, and what of it counts in the loss
-chat        conversations as text, by a model's template
-counts      what was found, left out or bad
-tokenizer   a Hugging Face tokenizer.json, and the files beside it
-encoder     documents to tokens
-build       a source tokenised, with progress
-interrupt   Ctrl-C while that goes on
-progress    what a person sees of that
-store       the folder with the tokens
-cache       sources that were tokenised before
+documents   read the documents of a file
+records     read JSON lines and JSON arrays
+tables      read Parquet and Arrow
+unpack      decompress gzip and zstandard
+content     check the content of a file against its name
+columns     the columns that hold the text and its loss spans
+chat        render conversations with a model's chat template
+counts      count documents that were found, left out or bad
+tokenizer   a Hugging Face tokenizer.json and the files beside it
+encoder     turn documents into tokens
+build       tokenise a source, with progress
+interrupt   handle Ctrl-C during tokenisation
+progress    show the progress of tokenisation
+store       the folder format for tokens
+cache       the cache of tokenised sources
 command     `striped tokenize`
 
 From tokens to batches:
-corpus      all tokens of a source, and where its documents begin
-mixture     several corpora, with weights
+corpus      the tokens of one source and its document boundaries
+mixture     several corpora, sampled by weight
 batch       rows: shuffled for training, in order for validation
-places      where rows lie in their sources, in words
+places      describe where the rows of a batch come from
 """
 
 from striped_attention.data.batch import Batch as Batch

@@ -1,8 +1,8 @@
-"""Batches: rows of a corpus, as a pure function of a seed and a place, so that a run resumes anywhere, on any mesh.
+"""Batches: rows of a corpus as a pure function of a seed and a position, so a run can resume anywhere, on any mesh.
 
-A corpus is cut into rows of `length` tokens, which are drawn in an order shuffled anew for every pass. Documents are
-packed end to end and never padded: one that crosses the end of a row goes on in another row, as a document of its own.
-The target of a token is the next one; the last token of a document has none.
+A corpus is cut into rows of `length` tokens, which are visited in an order reshuffled every epoch. Documents are packed
+end to end without padding. A document that crosses the end of a row continues in another row, as a separate document.
+The target of a token is the next token; the last token of a document has no target.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,10 @@ Data = Corpus | Mixture
 
 
 class Batch(NamedTuple):
-    """[rows, length] each, in text order. `weights` is 0 where there is no target, `segments` numbers documents."""
+    """Arrays [rows, length] in sequence order. `segments` numbers the documents of a row.
+
+    `weights` are the loss weights of the targets: 0 where there is no target or it does not count.
+    """
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -25,7 +28,7 @@ class Batch(NamedTuple):
     segments: np.ndarray
 
     def visible_pairs(self, window: int | None = None) -> int:
-        """Pairs of a query and a key that the documents let meet, and a sliding window."""
+        """Return the number of (query, key) pairs visible under the causal documents mask and a sliding window."""
         position = np.arange(self.segments.shape[1])
         new = np.diff(self.segments, axis=1, prepend=self.segments[:, :1] - 1) != 0
         start = np.maximum.accumulate(np.where(new, position, 0), axis=1)
@@ -34,14 +37,14 @@ class Batch(NamedTuple):
 
 
 def read(corpus: Data, place: int, rows: range, length: int, seed: int) -> Batch:
-    """Rows of the batch at `place`, which counts the rows that the run has drawn before it."""
+    """Return `rows` of the batch at `place`, the number of rows that the run has read before this batch."""
     return _cut([drawn(corpus, place + row, length, seed) for row in rows], length)
 
 
 def rows_in_order(corpus: Data, first: int, count: int, length: int) -> Batch:
-    """`count` rows from row `first` on, in the order of the corpus, as validation reads them.
+    """Return `count` rows from row `first` on, in corpus order, as validation reads them.
 
-    After the last whole row the first one follows again; of a mixture, its corpora follow each other.
+    The corpora of a mixture are concatenated. After the last whole row, reading wraps around to the first.
     """
     parts = _parts(corpus)
     ends = np.cumsum([_rows_of(part, length) for part in parts])
@@ -53,12 +56,12 @@ def rows_in_order(corpus: Data, first: int, count: int, length: int) -> Batch:
 
 
 def whole_rows(corpus: Data, length: int) -> int:
-    """How many whole rows a corpus has. Raises if it, or a part of a mixture, has none."""
+    """Return the number of whole rows. Raises if the corpus, or any corpus of a mixture, has none."""
     return sum(_rows_of(part, length) for part in _parts(corpus))
 
 
 def drawn(corpus: Data, place: int, length: int, seed: int) -> tuple[Corpus, int]:
-    """What a place of the run takes: a row of a corpus, by its number."""
+    """Return the corpus and the row number that position `place` of the run reads."""
     if isinstance(corpus, Corpus):
         return _shuffled(corpus, place, length, seed)
     number, place = corpus.draw(place, seed)
@@ -85,7 +88,7 @@ def _rows_of(corpus: Corpus, length: int) -> int:
 
 
 def _cut(rows: list[tuple[Corpus, int]], length: int) -> Batch:
-    """These rows of corpora, side by side."""
+    """Stack rows, given as (corpus, row number), into a batch."""
     text = np.empty((len(rows), length + 1), np.int32)
     closes = np.empty((len(rows), length), np.int32)
     weights = np.ones((len(rows), length), np.float32)

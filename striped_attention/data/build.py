@@ -1,4 +1,4 @@
-"""Build: tokenise a source into a store, with progress. One document at a time is in memory, or a few short ones."""
+"""Build: tokenise a source into a store, with progress. Memory holds one long document or a batch of short ones."""
 
 import concurrent.futures
 import contextlib
@@ -22,12 +22,12 @@ from striped_attention.errors import UsageError
 Kept = Mapping[str, pathlib.Path]
 Batches = Generator[list[Document], None, None]
 
-PARTIAL = ".partial"  # ends the hidden, unique name of a folder that is not complete
-CHARACTERS, DOCUMENTS = 2**20, 2**12  # of a batch that is tokenised together, about
+PARTIAL = ".partial"  # suffix of the hidden, unique name of an incomplete folder
+CHARACTERS, DOCUMENTS = 2**20, 2**12  # approximate limits of a batch that is tokenised together
 
 
 def build(files: Files, encoder: Encoder, folder: pathlib.Path, kept: Kept = MappingProxyType({})) -> Counts:
-    """Tokenise files into `folder`, which appears when all of it is on disk. Copies of `kept` lie in it by name."""
+    """Tokenise files into `folder`, which appears once complete on disk. `kept` maps file names to files to copy."""
     partial = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def build(files: Files, encoder: Encoder, folder: pathlib.Path, kept: Kept = Map
 
 
 def left_behind(folder: pathlib.Path) -> list[pathlib.Path]:
-    """What processes that were killed, or are still at work, have made of `folder`."""
+    """Return incomplete versions of `folder`, left by killed processes or still being written."""
     name = re.compile(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{8}}{re.escape(PARTIAL)}")
     return [path for path in folder.parent.glob(f".*{PARTIAL}") if name.fullmatch(path.name)]
 
@@ -77,7 +77,7 @@ def _write(files: Files, encoder: Encoder, folder: pathlib.Path) -> Counts:
 def _batches(
     files: Files, encoder: Encoder, counts: Counts, progress: Progress, check_interrupt: Callable[[], None]
 ) -> Batches:
-    """Documents, as many as are tokenised together."""
+    """Group documents into batches that are tokenised together."""
     batch: list[Document] = []
     characters = 0
     for file in files.files:

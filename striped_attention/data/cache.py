@@ -1,7 +1,7 @@
-"""Cache: sources that were tokenised before, by their files, their tokenizer and what is taken from them.
+"""Cache of tokenised sources, keyed by their files, tokenizer and columns.
 
-Of several processes that want the same source, on one machine or a shared disk, one tokenises it; the others wait at a
-lock, which the system releases if that one dies.
+If several processes want the same source, on one machine or a shared disk, one tokenises it while the others wait for a
+file lock. The operating system releases the lock if that process dies.
 """
 
 import contextlib
@@ -24,37 +24,37 @@ from striped_attention.errors import UsageError
 
 
 def default_folder() -> pathlib.Path:
-    """Where the cache is, if nobody says otherwise."""
+    """Return the default cache folder."""
     caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(caches) / "striped_attention" / "tokens"
 
 
 def open_or_build(files: Files, encoder: Encoder, cache: pathlib.Path | None = None) -> Corpus:
-    """The corpus of a source, tokenised now if it was not before."""
+    """Return the corpus of a source, tokenising it if it is not in the cache."""
     key = key_of(files, encoder)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", pathlib.PurePath(files.source).name)[:60]
     folder = (cache or default_folder()) / f"{name}-{key}"
     if folder.exists():
-        with contextlib.suppress(UsageError):  # a damaged one is made again, by one process
+        with contextlib.suppress(UsageError):  # a damaged store is rebuilt below, by one process
             return open_store(folder)[0]
     with _alone(folder):
         if folder.exists():
             try:
                 return open_store(folder)[0]
             except UsageError:
-                say(f"{folder} is damaged: it is made again.")
+                say(f"{folder} is damaged and will be rebuilt.")
                 shutil.rmtree(folder)
-        for path in left_behind(folder):  # by processes that were killed: no other one is at work here
-            shutil.rmtree(path, ignore_errors=True)  # not one of another user
+        for path in left_behind(folder):  # by killed processes: this one holds the lock
+            shutil.rmtree(path, ignore_errors=True)  # another user's cannot be removed
         build(files, encoder, folder)
         if key_of(files, encoder) != key:
             shutil.rmtree(folder)
-            raise UsageError(f"{files.source} was changed while it was tokenised. Start again when it no longer is.")
+            raise UsageError(f"{files.source} changed while it was being tokenised. Start again once it is final.")
         return open_store(folder)[0]
 
 
 def key_of(files: Files, encoder: Encoder) -> str:
-    """Changes when what would be made changes."""
+    """Return the cache key: a hash of everything that determines the tokens."""
     try:
         stats = [(file, file.path.stat()) for file in files.files]
     except OSError as error:
@@ -72,21 +72,21 @@ def key_of(files: Files, encoder: Encoder) -> str:
 
 @contextlib.contextmanager
 def _alone(folder: pathlib.Path) -> Iterator[None]:
-    """While no other process does the same."""
+    """Hold the lock of a folder, so that only one process builds it."""
     path = folder.with_name(folder.name + ".lock")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = path.open("a")
     except OSError as error:
         raise UsageError(
-            f"The cache of tokens {folder.parent} cannot be used: {error.strerror}. Choose one that can be written to "
-            f"with --data-cache."
+            f"The token cache {folder.parent} cannot be used: {error.strerror}. Choose a writable folder with "
+            f"--data-cache."
         ) from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say(f"Another process tokenises the same data; waiting for it ({path}).")
+            say(f"Another process is tokenising the same data; waiting for it ({path}).")
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             raise UsageError(

@@ -1,10 +1,12 @@
-"""Chat: conversations as text, by the template that comes with a model, and which of it the assistant says.
+"""Chat: render conversations as text with a model's chat template, and find the assistant's answers in it.
 
-A template is Jinja: chat_template.jinja beside the tokenizer.json, or chat_template in tokenizer_config.json. It comes
-from elsewhere, so it runs in Jinja's sandbox. It is not told the date: a conversation makes the same tokens every day.
+The template is written in Jinja: chat_template.jinja beside tokenizer.json, or chat_template in tokenizer_config.json.
+It is third-party code, so it runs in Jinja's sandbox. It cannot see the date: a conversation always gives the same
+tokens.
 
-If the template marks what the assistant says, with {% generation %} … {% endgeneration %}, that counts. If not, an
-answer is what the conversation with it has more than the conversation before it, with the beginning of an answer:
+Only answers count in the loss. If the template marks them with {% generation %} … {% endgeneration %}, the marked text
+counts. Otherwise an answer is what follows when the conversation before it, which ends with the generation prompt, is
+extended by one message:
 
     template(messages[:i], add_generation_prompt=True)    "<user>hello<end><assistant>"
     template(messages[:i + 1])                            "<user>hello<end><assistant>good morning<end>"
@@ -21,18 +23,18 @@ from striped_attention.errors import UsageError
 
 FILE = "chat_template.jinja"
 ASSISTANT = "assistant"
-# Stand around what a template marks while a conversation is rendered: characters for private use.
+# Private-use characters that delimit marked text while a conversation is rendered.
 OPEN, CLOSE = "\U0010fff0", "\U0010fff1"
 
 Message = dict[str, Any]
 
 
 class Unrendered(Exception):
-    """A template refuses a conversation."""
+    """Raised when a template rejects a conversation."""
 
 
 class ChatTemplate:
-    """A model's template. `tokens` are the names and texts of its special tokens, `source` is where it was found."""
+    """A model's chat template. `tokens` maps the names of special tokens to their text; `source` is its file."""
 
     def __init__(self, text: str, tokens: dict[str, str], source: str) -> None:
         self.text, self.tokens, self.source = text, tokens, source
@@ -41,7 +43,7 @@ class ChatTemplate:
 
     @classmethod
     def beside(cls, tokenizer: pathlib.Path) -> "ChatTemplate":
-        """The template of the model that a tokenizer.json belongs to."""
+        """Load the template of the model that a tokenizer.json belongs to."""
         config, file = read_beside(tokenizer.with_name(CONFIG)), tokenizer.with_name(FILE)
         tokens = {name: text for name, value in config.items() if name.endswith("_token") and (text := _text(value))}
         if file.is_file():
@@ -50,24 +52,24 @@ class ChatTemplate:
             except (OSError, UnicodeDecodeError) as error:
                 raise UsageError(f"{file} cannot be read: {error}.") from error
         found = config.get("chat_template")
-        if isinstance(found, list):  # several, by name
+        if isinstance(found, list):  # several named templates
             found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
             found = found.get("default")
         if not isinstance(found, str):
             raise UsageError(
-                f"Chat needs a template, but beside {tokenizer} there is no {FILE} and no chat_template in {CONFIG}. "
-                f"Copy the model's there."
+                f"Chat needs a template, but there is no {FILE} beside {tokenizer} and no chat_template in {CONFIG}. "
+                f"Copy the model's file there."
             )
         return cls(found, tokens, str(tokenizer.with_name(CONFIG)))
 
     def render(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
-        """A conversation as text; with `add_generation_prompt` an answer begins at its end. May raise Unrendered."""
+        """Render a conversation as text; `add_generation_prompt` starts an answer at its end. May raise Unrendered."""
         return _without_marks(self._marked(messages, add_generation_prompt))[0]
 
     def document(self, messages: Any) -> Document | Bad:
-        """A conversation as text, in which the answers count."""
+        """Render a conversation as a document in which only the answers count."""
         if not (isinstance(messages, list) and all(isinstance(m, dict) for m in messages)):
-            return Bad("the conversation is no list of messages")
+            return Bad("the conversation is not a list of messages")
         messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
         if not all(isinstance(m.get("role"), str) for m in messages):
             return Bad("a message of the conversation has no role")
@@ -78,7 +80,7 @@ class ChatTemplate:
                 return Document(*_without_marks(self._marked(messages)))
             return self._by_prefixes(messages)
         except Unrendered as error:
-            return Bad(f"the chat template refuses it ({error})")
+            return Bad(f"the chat template rejects it ({error})")
 
     def _by_prefixes(self, messages: list[Message]) -> Document:
         text, spans = self._marked(messages), []
@@ -89,15 +91,16 @@ class ChatTemplate:
             after = self._marked(messages[: i + 1])
             if not (text.startswith(after) and after.startswith(before)):
                 raise UsageError(
-                    f"The chat template in {self.source} does not show where answers begin and end: a conversation "
-                    f"does not begin with its own first messages. Mark answers in it with {{% generation %}} and "
-                    f"{{% endgeneration %}}, or give conversations that end with their only answer."
+                    f"The answers cannot be located with the chat template in {self.source}: rendering the first "
+                    f"messages does not give a prefix of the whole conversation. Mark answers in the template with "
+                    f"{{% generation %}} and {{% endgeneration %}}, or give conversations that end with their only "
+                    f"answer."
                 )
             spans.append((len(before), len(after)))
         return Document(text, spans)
 
     def _marked(self, messages: list[Message], add_generation_prompt: bool = False) -> str:
-        """A conversation as text, with marks around what the template marks."""
+        """Render a conversation, with delimiters around the text that the template marks."""
         try:
             text = self._render(
                 messages=messages,
@@ -107,21 +110,21 @@ class ChatTemplate:
                 **self.tokens,
             )
             text.encode()
-        except Exception as error:  # whatever a program may raise that comes with the model
+        except Exception as error:  # a template is a program and may raise anything
             raise Unrendered((str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")) from error
         if text.count(OPEN) + text.count(CLOSE) != (2 * text.count(OPEN) if self.marks else 0):
-            raise Unrendered("it holds characters for private use that mark answers here")
+            raise Unrendered("it contains private-use characters that are reserved for marking answers")
         return text
 
 
 def _text(token: Any) -> str | None:
-    """The text of a special token, which may be described at length."""
+    """Return the text of a special token, which is a string or an object with a `content`."""
     found = token.get("content") if isinstance(token, dict) else token
     return found if isinstance(found, str) else None
 
 
 def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
-    """A text without marks, and the spans that stood between them."""
+    """Remove the delimiters. Returns the text and the spans that were marked."""
     spans, parts, length = [], [], 0
     for i, part in enumerate(re.split(f"[{OPEN}{CLOSE}]", text)):
         if i % 2:
@@ -132,7 +135,7 @@ def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _compiled(text: str, source: str) -> Any:
-    """The function that renders a template, as transformers compiles it."""
+    """Compile a template as transformers does. Returns its render function."""
     try:
         import jinja2.ext
         import jinja2.sandbox
@@ -142,7 +145,7 @@ def _compiled(text: str, source: str) -> Any:
     class Generation(jinja2.ext.Extension):
         """{% generation %} … {% endgeneration %}"""
 
-        tags = {"generation"}  # noqa: RUF012  as Jinja has it
+        tags = {"generation"}  # noqa: RUF012  as Jinja declares it
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
@@ -159,7 +162,7 @@ def _compiled(text: str, source: str) -> Any:
         return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        """Refuses at once what the sandbox does not allow; Jinja's own would print nothing in its place."""
+        """A sandbox that raises on forbidden access. Jinja's own silently renders nothing instead."""
 
         def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
             raise jinja2.exceptions.SecurityError(
@@ -171,5 +174,7 @@ def _compiled(text: str, source: str) -> Any:
     environment.globals["raise_exception"] = refuse
     try:
         return environment.from_string(text).render
-    except Exception as error:  # also Python's own errors, of what Jinja makes of nested loops
-        raise UsageError(f"The chat template in {source} is no Jinja template ({error}). Copy the model's.") from error
+    except Exception as error:  # including Python's own, for the code that Jinja generates from nested loops
+        raise UsageError(
+            f"The chat template in {source} is not valid Jinja ({error}). Copy the model's own template."
+        ) from error

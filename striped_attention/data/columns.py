@@ -1,16 +1,16 @@
-"""Columns: what of a record is text, and which part of it counts in the loss."""
+"""Columns: the columns of a record that hold its text and the spans of it that count in the loss."""
 
 import dataclasses
 from typing import Any, NamedTuple
 
 from striped_attention.errors import UsageError
 
-TEXT = "text"  # the column that most data has it in
+TEXT = "text"  # the default text column
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """`text` is the column with the text, `loss` one with the spans that count, `chat` one with messages, instead."""
+    """Names of columns: `text` holds the text, `loss` the spans that count; `chat` holds messages, instead of both."""
 
     text: str | None = None
     loss: str | None = None
@@ -19,7 +19,7 @@ class Columns:
     def __post_init__(self) -> None:
         if self.chat is not None and (self.text, self.loss) != (None, None):
             raise UsageError(
-                "--chat-column takes the text and what counts from messages: leave out --text-column and --loss-column."
+                "--chat-column takes both text and loss spans from messages. Leave out --text-column and --loss-column."
             )
 
     @property
@@ -33,7 +33,7 @@ class Columns:
 
     @property
     def option(self) -> str:
-        """The option that was given, for errors."""
+        """The option to name in error messages."""
         return next((f"--{name}-column" for name in ("chat", "loss") if getattr(self, name)), "--text-column")
 
 
@@ -41,20 +41,20 @@ NO_COLUMNS = Columns()
 
 
 class Document(NamedTuple):
-    """A text, and the spans of it that count in the loss: [start, end) in characters; None if all of it does."""
+    """A text and the spans of it that count in the loss: [start, end) in characters; None if all of it counts."""
 
     text: str
     spans: list[tuple[int, int]] | None = None
 
 
 class Bad(NamedTuple):
-    """What is wrong with a row."""
+    """The reason why a row cannot be used."""
 
     why: str
 
 
 def check_columns(there: list[str], columns: Columns, where: str) -> None:
-    """Raise if a record or a table lacks a column, or has two of one name."""
+    """Raise if a record or a table lacks a required column, or has two of the same name."""
     for name in columns.names:
         if there.count(name) > 1:
             raise UsageError(f"{where} must have one column {name!r}, but has {there.count(name)}. Rename the others.")
@@ -66,28 +66,28 @@ def check_columns(there: list[str], columns: Columns, where: str) -> None:
 
 
 def spans_of(found: Any, text: str) -> list[tuple[int, int]] | Bad:
-    """The spans that a loss column holds, as [[start, end], …]."""
+    """Return the spans of a loss column, [[start, end], …], or why they are invalid."""
     try:
         spans = [(start, end) for start, end in found]
     except (TypeError, ValueError):
-        return Bad("the loss column is no list of [start, end]")
+        return Bad("the loss column is not a list of [start, end]")
     for pair in spans:
         if not all(isinstance(x, int) and not isinstance(x, bool) for x in pair):
-            return Bad(f"the loss span {list(pair)} is not of whole numbers")
+            return Bad(f"the loss span {list(pair)} does not consist of integers")
         if not 0 <= pair[0] <= pair[1] <= len(text):
-            return Bad(f"the loss span {list(pair)} is outside of the text's {len(text)} characters")
+            return Bad(f"the loss span {list(pair)} is outside the text's {len(text)} characters")
     return spans
 
 
 def text_of(found: Any) -> str | Bad:
-    """The text that a column holds."""
+    """Return the text of a column, or why it is invalid."""
     if not isinstance(found, str):
         return Bad("the text is missing" if found is None else f"the text is {_kind(found)}, not a string")
     if not found.isascii():
         try:
             found.encode()
         except UnicodeEncodeError:
-            return Bad("the text holds half of a surrogate pair, which is no character")
+            return Bad("the text contains half of a surrogate pair, which is not a character")
     return found
 
 

@@ -1,4 +1,4 @@
-"""`striped tokenize`: text to tokens ahead of a run, as a folder that --data takes."""
+"""`striped tokenize`: tokenise data ahead of a run, into a folder that --data accepts."""
 
 import dataclasses
 import pathlib
@@ -22,28 +22,30 @@ SEVERAL = tyro.conf.arg(metavar="SOURCE ...", help_behavior_hint="(required)")
 
 @dataclasses.dataclass(frozen=True)
 class TokenizeConfig:
-    """Tokenise data ahead of a run of `striped train`, which then takes the folder as --data.
+    """Tokenise data ahead of a run; pass the output folder to `striped train` as --data.
 
-    `striped train` tokenises what it is given too, into a cache; this does it on another machine, or for several runs.
+    `striped train` also tokenises its data itself, into a cache. Use this command to do so on another machine, or once
+    for several runs.
     """
 
     sources: Annotated[tuple[pathlib.Path, ...], tyro.conf.Positional, SEVERAL]
-    """Text in UTF-8, JSON lines, Parquet, Arrow, or folders of them. Several follow each other; to mix them with
-    weights, tokenise each on its own."""
+    """Text in UTF-8, JSON lines, Parquet, Arrow, or folders of them. Several sources are concatenated; to mix them with
+    weights, tokenise each one separately."""
     output: Annotated[pathlib.Path, tyro.conf.arg(metavar="PATH")]
-    """A new folder for the tokens."""
+    """A new or empty folder for the tokens."""
     tokenizer: Path = None
     """A Hugging Face tokenizer.json; a copy is kept with the tokens. Default: bytes are tokens."""
     text_column: Text = None
     """The column of JSON lines, Parquet and Arrow that holds the text. Default: text."""
     loss_column: Text = None
-    """A column that says which parts of the text count in the loss: [[start, end], …], in characters, end excluded."""
+    """The column with the spans of the text that count in the loss: [[start, end], …], in characters, end excluded."""
     chat_column: Text = None
-    """A column of conversations instead of text, for the chat template beside --tokenizer; the answers count."""
+    """A column of conversations instead of text, rendered with the chat template beside --tokenizer; only the answers
+    count in the loss."""
 
 
 def tokenize(config: TokenizeConfig) -> None:
-    """Do what is asked, and say what was found."""
+    """Tokenise the sources and print a summary."""
     encoder = make_encoder(config.tokenizer, Columns(config.text_column, config.loss_column, config.chat_column))
     if config.output.exists() and not (config.output.is_dir() and not any(config.output.iterdir())):
         raise UsageError(f"--output {config.output} is not empty. Choose a new folder.")
@@ -55,11 +57,11 @@ def tokenize(config: TokenizeConfig) -> None:
         beside = {name: config.tokenizer.with_name(name) for name in BESIDE}
         kept = {store.TOKENIZER: config.tokenizer, **{name: path for name, path in beside.items() if path.is_file()}}
     for path in left_behind(config.output):
-        say(f"{path} is incomplete. If no other striped tokenize writes {config.output} now, remove it.")
+        say(f"{path} is incomplete. Remove it unless another striped tokenize is writing {config.output}.")
     counts = build(files, encoder, config.output, kept)
     for note in counts.notes(files.source):
         say(note)
-    say(f"Written to {config.output}: a vocabulary of {encoder.vocabulary:,}, documents closed by {encoder.end}.")
+    say(f"Wrote {config.output}: a vocabulary of {encoder.vocabulary:,} tokens, documents closed by {encoder.end}.")
 
 
 def _files(sources: tuple[pathlib.Path, ...]) -> Files:

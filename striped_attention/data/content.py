@@ -1,6 +1,6 @@
-"""Content: what a file holds, told by its bytes. A file whose name says something else is refused.
+"""Content: detect what a file holds from its bytes, and reject files that do not match their name.
 
-Bytes can be tokens, so a picture or an archive could be trained on, and the loss would not say so.
+Any byte is a valid token, so a model could train on a picture or an archive and the loss would not reveal it.
 """
 
 import codecs
@@ -14,10 +14,10 @@ from striped_attention.errors import UsageError
 
 UNPACK, NOT_TEXT = "Unpack it first.", "Keep it out of the data."
 NAME = "Give it a name that ends in"
-TABLE = "Write its text to JSON lines, or its tokens to a .npy."
+TABLE = "Export its text as JSON lines, or its tokens as .npy."
 CONVERT = "Convert it to UTF-8, or keep it out of the data."
 
-# The first bytes of a kind of file, its name, and what to do about it.
+# (first bytes, kind of file, what to do about it)
 KINDS = (
     (b"\x1f\x8b", "gzip", f"{UNPACK[:-1]}, or give it a name that ends in .gz."),
     (b"PK\x03\x04", "a zip archive (or an office document, or .npz)", UNPACK),
@@ -41,14 +41,14 @@ KINDS = (
     (b"\xff\xfe", "UTF-16 text", CONVERT),
     (b"\xfe\xff", "UTF-16 text", CONVERT),
 )
-TAR, TAR_AT = b"ustar", 257  # what stands in a tar archive, and at which byte
-LOOKED_AT = 8  # lines of a file that tell JSON lines from text
-STREAM = b"\xff\xff\xff\xff"  # what an Arrow stream begins with
+TAR, TAR_AT = b"ustar", 257  # the magic bytes of a tar archive and their offset
+LOOKED_AT = 8  # lines that are inspected to tell JSON lines from text
+STREAM = b"\xff\xff\xff\xff"  # the first bytes of an Arrow stream
 BEGINS = {PARQUET: (b"PAR1",), ARROW: (b"ARROW1", STREAM), "gzip": (b"\x1f\x8b",), "zstd": (b"\x28\xb5\x2f\xfd",)}
 
 
 def check_text(path: pathlib.Path, content: bytes) -> None:
-    """Raise unless the content of a file is UTF-8 text, and text that is no list of records."""
+    """Raise unless the content of a file is UTF-8 text and not JSON lines."""
     try:
         zero = content.find(b"\0")
         if zero < 0:
@@ -56,7 +56,7 @@ def check_text(path: pathlib.Path, content: bytes) -> None:
     except UnicodeDecodeError as error:
         raise _refused(path, *_kind(content, f"not UTF-8 text (byte {error.start:,})", CONVERT)) from error
     if zero >= 0:
-        raise _refused(path, *_kind(content, f"no text (byte {zero:,} is 0)", NOT_TEXT))
+        raise _refused(path, *_kind(content, f"not text (byte {zero:,} is 0)", NOT_TEXT))
     if content.startswith(b"%PDF-"):
         raise _refused(path, *_kind(content, "PDF", NOT_TEXT))
     if _json_lines(content):
@@ -64,10 +64,10 @@ def check_text(path: pathlib.Path, content: bytes) -> None:
 
 
 def check_head(file: File, head: bytes, packed: bool = False) -> None:
-    """Raise if a file does not begin as its name says. `packed`: this is how it is packed, not what is inside."""
+    """Raise if a file's first bytes do not match its name. `packed` checks its compression, not its content."""
     wanted = str(file.packed) if packed else file.kind
     if wanted in BEGINS and head and not head.startswith(BEGINS[wanted]):
-        raise _refused(file.path, *_kind(head, "not that", "Is it damaged, or does its name not fit?"), wanted)
+        raise _refused(file.path, *_kind(head, "something else", "Is it damaged or misnamed?"), wanted)
     if wanted == LINES and (found := _kind(head, "", ""))[0]:
         raise _refused(file.path, *found, wanted)
 
@@ -77,7 +77,7 @@ def _refused(path: pathlib.Path, kind: str, advice: str, wanted: str = "UTF-8 te
 
 
 def _kind(content: bytes, otherwise: str, advice: str) -> tuple[str, str]:
-    """What something that is no text is, by its first bytes, and what to do about it."""
+    """Identify a non-text file by its first bytes. Returns its kind and what to do about it."""
     found = [(kind, what) for start, kind, what in KINDS if content.startswith(start)]
     if content[TAR_AT : TAR_AT + len(TAR)] == TAR:
         found.append(("a tar archive", UNPACK))
@@ -85,7 +85,7 @@ def _kind(content: bytes, otherwise: str, advice: str) -> tuple[str, str]:
 
 
 def _json_lines(content: bytes) -> bool:
-    """Whether every one of the first lines is a JSON object or array. A single line may be any small JSON file."""
+    """Whether the first lines are all JSON objects or arrays. A single line may be any small JSON file."""
     lines = (line for line in io.BytesIO(content.removeprefix(codecs.BOM_UTF8)) if line.strip())
     first = list(itertools.islice(lines, LOOKED_AT))
     return len(first) >= 2 and all(map(_is_record, first))

@@ -1,7 +1,7 @@
-"""Corpus: all tokens of one source end to end, where its documents begin, and which tokens count in the loss.
+"""Corpus: all tokens of one source end to end, its document boundaries, and which tokens count in the loss.
 
-The beginnings of documents are listed (`starts`), or one token closes every document (`end` alone, in .npy and .bin
-files). The arrays are read where they lie on disk.
+Document boundaries are either a list of starts (`starts`) or a token that closes every document (`end` alone, for .npy
+and .bin files). The arrays are memory-mapped.
 """
 
 import dataclasses
@@ -21,9 +21,9 @@ class Corpus:
     """Tokens end to end.
 
     `end` is the token that closes a document, None if there is none. `vocabulary` is the model's. `starts` [documents]
-    is where each document begins; `counted` [tokens] is 1 where a token counts in the loss, None if all do. `tokenizer`
-    is a tokenizer.json that lies beside the tokens, `made_with` the hash of the one that made them, if that is known.
-    `warning` is what a person who trains on it should know.
+    is the index of each document's first token; `counted` [tokens] is 1 where a token counts in the loss, None if all
+    do. `tokenizer` is the tokenizer.json stored with the tokens; `made_with` is the hash of the tokenizer that made
+    them, if known. `warning` is shown before training on the corpus.
     """
 
     tokens: np.ndarray
@@ -39,22 +39,22 @@ class Corpus:
 
     @property
     def size(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens."""
         return len(self.tokens)
 
     @property
     def documents(self) -> bool:
-        """Whether it is known where documents begin or end."""
+        """Whether document boundaries are known."""
         return self.starts is not None or self.end is not None
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Tells one corpus from another, so that a run is not resumed on other data. Looks at 4096 tokens."""
+        """The size and a hash of up to 4096 sampled tokens, so that a run is not resumed on other data."""
         text = f"{self.size} tokens, {_sampled(self.tokens)}"
         return text if self.counted is None else f"{text}, loss {_sampled(self.counted)}"
 
     def closes(self, first: int, length: int) -> np.ndarray:
-        """[length], whether a token from `first` on is the last one of its document."""
+        """Return a bool array [length]: whether each token from `first` on is the last of its document."""
         if self.starts is None:
             part = self.tokens[first : first + length]
             return np.zeros(length, bool) if self.end is None else np.asarray(part == self.end)
@@ -65,14 +65,14 @@ class Corpus:
         return closes
 
     def notes(self, length: int) -> list[str]:
-        """What a person should know before training on sequences of so many tokens, a line each."""
+        """Return the lines to show before training on sequences of `length` tokens."""
         warning = [] if self.warning is None else [f"Warning: {self.warning}"]
         if self.counts is None or self.starts is None:
             return warning
         return [*self.counts.notes(self.source, length, self._longer(length)), *warning]
 
     def _longer(self, length: int) -> int:
-        """How many documents have more than so many tokens."""
+        """Return the number of documents with more than `length` tokens."""
         assert self.starts is not None
         ends, at_once = np.int64(self.size), 2**20
         parts = (self.starts[i : i + at_once + 1] for i in range(0, len(self.starts), at_once))
@@ -81,16 +81,16 @@ class Corpus:
 
     @functools.cached_property
     def order(self) -> Callable[..., np.ndarray]:
-        """`order(rows, *seeds)`: the rows of the corpus in the shuffled order of a pass. The last two are kept."""
+        """`order(rows, *seeds)`: the rows of the corpus in the shuffled order of one epoch. The last two are cached."""
         return functools.lru_cache(maxsize=2)(_order)
 
     def check_vocabulary(self, tokens: np.ndarray) -> None:
-        """Raise for tokens that the model does not know."""
+        """Raise if a token is outside the model's vocabulary."""
         least, most = int(tokens.min()), int(tokens.max())
         if least < 0 or most >= self.vocabulary:
             raise UsageError(
-                f"{self.source} holds the token {least if least < 0 else most}, but the vocabulary is "
-                f"{self.vocabulary}. Give tokens of the model's own tokenizer; a model from scratch can have another "
+                f"{self.source} contains token {least if least < 0 else most}, but the model's vocabulary is "
+                f"{self.vocabulary}. Use tokens of the model's own tokenizer; to train from scratch, set another "
                 f"--vocabulary."
             )
 

@@ -1,4 +1,4 @@
-"""Documents: what the files of a source hold, one after the other. What cannot be used is counted."""
+"""Documents: read the documents of a source's files in order. Unusable rows are counted."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from striped_attention.errors import UsageError
 def documents(
     file: File, columns: Columns, template: ChatTemplate | None, counts: Counts, say: Callable[[float], None]
 ) -> Iterator[Document]:
-    """The documents of a file that are not empty. `say` is told which share of the file was read."""
+    """Yield the non-empty documents of a file. `say` receives the fraction of the file read so far."""
     if file.kind == TEXT:
         yield from _text(file, columns, counts)
         return
@@ -43,7 +43,7 @@ def documents(
 
 
 def look(file: File, columns: Columns) -> None:
-    """Raise what reading a file would raise, as far as its first rows show it; of Parquet and Arrow also its end."""
+    """Raise what reading a file would raise, judging by its first rows; for Parquet and Arrow, also by its end."""
     if file.kind == TEXT:
         return
     rows, noun = _rows(file, columns)
@@ -56,12 +56,12 @@ def look(file: File, columns: Columns) -> None:
 
 
 def _rows(file: File, columns: Columns) -> tuple[Rows, str]:
-    """The rows of a file that is no text, and what one is called."""
+    """Return the rows of a file with columns, and the noun for a row in messages."""
     return (json_rows(file), "line") if file.kind == LINES else (table_rows(file, columns), "row")
 
 
 def _text(file: File, columns: Columns, counts: Counts) -> Iterator[Document]:
-    """A file of text is one document, and all of it counts."""
+    """Yield a text file as one document, all of which counts in the loss."""
     if columns != Columns():
         raise UsageError(
             f"{columns.option} is for JSON lines, Parquet and Arrow, but {file.path} is text by its name. Leave it "
@@ -79,9 +79,9 @@ def _text(file: File, columns: Columns, counts: Counts) -> Iterator[Document]:
 
 
 def _document(row: dict[str, Any], columns: Columns, template: ChatTemplate | None) -> Document | Bad:
-    """What a row holds."""
+    """Convert a row to a document."""
     if missing := [name for name in columns.names if name not in row]:
-        return Bad(f"it has no {missing[0]!r}")
+        return Bad(f"it has no column {missing[0]!r}")
     if row[columns.main] is None:
         return Document("")
     if template is not None:

@@ -1,14 +1,14 @@
-"""Files: which files a source consists of, and what they are. The name of a file says its kind; reading checks it.
+"""Files: the files of a source and their kinds. The name of a file gives its kind; reading checks the content.
 
-    .jsonl .ndjson               JSON lines, also packed; .json.gz and .json.zst too
-    .json                        one array of records, which counts as JSON lines; other JSON is text
+    .jsonl .ndjson               JSON lines, optionally compressed; also .json.gz and .json.zst
+    .json                        an array of records is read like JSON lines; other JSON is text
     .parquet                     Parquet
     .arrow                       Arrow, as a file or a stream
-    .gz .zst                     packed text or JSON lines
+    .gz .zst                     compressed text or JSON lines
     everything else              text
 
-A folder holds files of one kind, or is what the library `datasets` writes. A pattern like data/train-*.parquet stands
-for the files that it matches.
+A folder must hold files of one kind, or be written by the library `datasets`. A pattern like data/train-*.parquet
+stands for the files that it matches.
 """
 
 import codecs
@@ -27,14 +27,14 @@ TEXT, LINES, PARQUET, ARROW = "text", "JSON lines", "Parquet", "Arrow"
 KINDS = {".jsonl": LINES, ".ndjson": LINES, ".parquet": PARQUET, ".arrow": ARROW}
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 TOKENS = (".npy", ".bin")
-HEAD = 512  # bytes at the beginning of a file that tell what it is
+HEAD = 512  # bytes at the beginning of a file that identify its kind
 WEIGHTS = ".safetensors"
-# What lies beside the data of a dataset, by the first part of its name, in small letters.
+# Files that accompany the data of a dataset, by the first part of their name, in lower case.
 BESIDE = {"readme", "license", "licence", "notice", "citation", "dataset_info", "dataset_infos", "_success"}
 
 
 class File(NamedTuple):
-    """A file, its kind, and how it is packed, if it is."""
+    """A file, its kind, and its compression, if any."""
 
     path: pathlib.Path
     kind: str
@@ -42,7 +42,7 @@ class File(NamedTuple):
 
 
 class Files(NamedTuple):
-    """All files of a source, in order, and its name for people."""
+    """All files of a source, in order, and its name in messages."""
 
     files: tuple[File, ...]
     source: str
@@ -54,7 +54,7 @@ def is_there(path: pathlib.Path) -> bool:
 
 
 def find_files(path: pathlib.Path) -> Files:
-    """The files of a path or of a pattern."""
+    """Return the files of a path or of a pattern."""
     weights = [path] if path.is_file() else sorted(path.glob(f"*{WEIGHTS}"))
     if weights and weights[0].suffix == WEIGHTS:
         raise UsageError(
@@ -67,7 +67,7 @@ def find_files(path: pathlib.Path) -> Files:
     found = _without_companions(tuple(map(_file, _of_datasets(path) or _below(path))))
     tokens = [file.path for file in found if file.path.suffix in TOKENS]
     if tokens:
-        raise UsageError(f"{path} holds tokens ({tokens[0].name}); of those give one file, not a folder.")
+        raise UsageError(f"{path} holds token files ({tokens[0].name}). Give one token file, not a folder.")
     root = path if path.is_dir() else pathlib.Path(os.path.commonpath([file.path.parent for file in found] or [path]))
     kinds = {file.kind: file.path for file in reversed(found)}
     if len(kinds) > 1:
@@ -75,18 +75,18 @@ def find_files(path: pathlib.Path) -> Files:
         raise UsageError(
             f"{path} must hold files of one kind, but it holds {examples}. Give the folder, or the files, of one kind."
         )
-    # Text is often a program, of which train.py and test.py are no splits.
+    # Text is often source code, in which train.py and test.py are not splits.
     refuse_several(root, [file.path for file in found if file.kind != TEXT or file.path.suffix == ".txt"])
     return Files(found, str(path))
 
 
 def standard_library() -> Files:
-    """The sources of Python's standard library."""
+    """Return the source files of Python's standard library."""
     root = pathlib.Path(sysconfig.get_path("stdlib"))
-    others = ("site-packages", "test", "tests")  # tests are there to be odd: other encodings
+    others = ("site-packages", "test", "tests")  # tests are deliberately odd, e.g. in other encodings
     own = tuple(File(path, TEXT) for path in sorted(_walk(root, others)) if path.suffix == ".py")
     if not own:
-        raise UsageError(f"This Python keeps no sources of its standard library in {root}. Give a text with --data.")
+        raise UsageError(f"This Python has no standard library sources in {root}. Give data with --data.")
     return Files(own, "Python's standard library")
 
 
@@ -95,21 +95,21 @@ def _file(path: pathlib.Path) -> File:
     inner = path.with_suffix("").suffix if packed else path.suffix
     kind = LINES if inner == ".json" and (packed or _begins_an_array(path)) else KINDS.get(inner, TEXT)
     if packed and kind in (PARQUET, ARROW):
-        raise UsageError(f"{path} is {kind} inside of {packed}, which cannot be read in parts. Unpack it first.")
+        raise UsageError(f"{path} is {kind} compressed with {packed}, which cannot be read in parts. Unpack it first.")
     return File(path, kind, packed)
 
 
 def _begins_an_array(path: pathlib.Path) -> bool:
-    """Whether a file begins like an array of JSON."""
+    """Whether a file begins like a JSON array."""
     try:
         with path.open("rb") as file:
             return file.read(HEAD).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     except OSError:
-        return False  # reading it will say why
+        return False  # reading the file will raise a better error
 
 
 def _without_companions(found: tuple[File, ...]) -> tuple[File, ...]:
-    """Files without those that describe a dataset; among text files every .json is text too, as in a program."""
+    """Drop files that describe a dataset. Among text files, .json is text too, as in source code."""
     beside = lambda file: file.path.name.lower().split(".")[0] in BESIDE  # noqa: E731
     others = [file for file in found if not beside(file)]
     if any(file.kind == TEXT for file in others):
@@ -120,12 +120,12 @@ def _without_companions(found: tuple[File, ...]) -> tuple[File, ...]:
 
 
 def _matches(path: pathlib.Path) -> list[pathlib.Path]:
-    """What a pattern matches, but hidden files and folders."""
+    """Return what a pattern matches, except hidden files and folders."""
     return sorted(map(pathlib.Path, glob.glob(str(path), recursive=True))) if glob.has_magic(str(path)) else []
 
 
 def _below(path: pathlib.Path) -> list[pathlib.Path]:
-    """All files of a folder, or those that a pattern matches."""
+    """Return all files of a folder, or those that a pattern matches."""
     if path.is_dir():
         return sorted(_walk(path))
     found = (sorted(_walk(match)) if match.is_dir() else [match] for match in _matches(path))
@@ -133,7 +133,7 @@ def _below(path: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _walk(folder: pathlib.Path, without: tuple[str, ...] = ()) -> Iterator[pathlib.Path]:
-    """All files below a folder, but hidden ones."""
+    """Yield all files below a folder, except hidden ones."""
     for root, folders, names in os.walk(folder, followlinks=False):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
         yield from (path for name in names if not name.startswith(".") and (path := pathlib.Path(root, name)).is_file())
@@ -149,7 +149,7 @@ def _refuse_splits(path: pathlib.Path) -> None:
 
 
 def _of_datasets(path: pathlib.Path) -> list[pathlib.Path]:
-    """The Arrow files of a folder that the library `datasets` wrote, in order; none of any other folder."""
+    """Return the Arrow files of a folder that the library `datasets` wrote, in order; none for any other folder."""
     state = path / "state.json"
     if not state.is_file():
         return sorted(path.glob("*.arrow")) if (path / "dataset_info.json").is_file() else []
@@ -157,16 +157,16 @@ def _of_datasets(path: pathlib.Path) -> list[pathlib.Path]:
     if "_data_files" not in said:
         return []
     if said.get("_indices_data_files"):
-        raise UsageError(f"{path} is a selection of rows by an old version of datasets. Load it and save it again.")
+        raise UsageError(f"{path} is a selection of rows from an old version of datasets. Load it and save it again.")
     try:
         names = [pathlib.Path(entry["filename"]).name for entry in said["_data_files"]]
     except (TypeError, KeyError) as error:
-        raise UsageError(f"{state} is damaged: its _data_files name no files. Save the dataset again.") from error
+        raise UsageError(f"{state} is damaged: its _data_files list no file names. Save the dataset again.") from error
     missing = [name for name in names if not (path / name).is_file()]
     if missing:
-        raise UsageError(f"{path} lacks {missing[0]}, which {state.name} names. Copy or save the dataset again.")
+        raise UsageError(f"{path} lacks {missing[0]}, which {state.name} lists. Copy or save the dataset again.")
     if not names:
-        raise UsageError(f"{path} is empty: {state.name} names no data. Save the dataset again.")
+        raise UsageError(f"{path} is empty: {state.name} lists no data files. Save the dataset again.")
     return [path / name for name in names]
 
 
@@ -176,5 +176,5 @@ def _json(path: pathlib.Path) -> dict:
     except (ValueError, OSError) as error:
         raise UsageError(f"{path} cannot be read ({error}). Save the dataset again.") from error
     if not isinstance(found, dict):
-        raise UsageError(f"{path} must hold an object. Save the dataset again.")
+        raise UsageError(f"{path} must hold a JSON object. Save the dataset again.")
     return found

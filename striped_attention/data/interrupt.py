@@ -1,7 +1,7 @@
-"""Interrupt: Ctrl-C while a source is tokenised.
+"""Interrupt: handle Ctrl-C while a source is tokenised.
 
-Python raises KeyboardInterrupt wherever it happens to be. That may be a callback of JAX's, whose exceptions are printed
-and dropped, so tokenising would go on. Here Ctrl-C is noted, and raised between two batches.
+Python raises KeyboardInterrupt wherever execution happens to be. Inside a JAX callback, the exception is printed and
+dropped, so tokenisation would continue. Here Ctrl-C sets a flag, which is checked between documents and batches.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
-    """A function that raises KeyboardInterrupt if Ctrl-C was pressed. A second Ctrl-C raises it at once."""
+    """Yield a function that raises KeyboardInterrupt if Ctrl-C was pressed. A second Ctrl-C raises it immediately."""
     pressed = threading.Event()
 
     def check() -> None:
@@ -23,7 +23,7 @@ def interruptible() -> Iterator[Callable[[], None]]:
         signal.signal(number, signal.default_int_handler)
         pressed.set()
 
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # others have a meaning of their own
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # keep custom handlers
     if not usual or threading.current_thread() is not threading.main_thread():
         yield check
         return

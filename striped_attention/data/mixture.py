@@ -1,9 +1,10 @@
-"""Mixture: several corpora, and which of them a place of the run takes its row from.
+"""Mixture: several corpora, and which of them each position of the run reads its row from.
 
-The places of a run are shuffled within blocks of 1024. In the shuffled order the first corpus, with the share w, takes
-place q if floor(w (q + 1)) > floor(w q), as its row number floor(w q); the other places are numbered anew and dealt to
-the other corpora in the same way. So after n places a corpus has its share of n, give or take a few, whatever n is;
-every row of a corpus is drawn once in each pass through it; and any place can be found without those before it.
+The positions of a run are shuffled within blocks of 1024. In the shuffled order the first corpus, with share w, takes
+position q if floor(w (q + 1)) > floor(w q), as its row number floor(w q). The remaining positions are renumbered and
+assigned to the other corpora in the same way. So after any n positions each corpus has supplied its share of n, within
+a few rows; every row of a corpus is read once per epoch of that corpus; and any position can be computed without those
+before it.
 """
 
 import dataclasses
@@ -15,12 +16,12 @@ import numpy as np
 
 from striped_attention.data.corpus import Corpus
 
-BLOCK = 1024  # places that are shuffled together
+BLOCK = 1024  # positions that are shuffled together
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mixture:
-    """Several corpora with weights above 0, which need not add up to 1."""
+    """Several corpora with positive weights, which need not sum to 1."""
 
     parts: tuple[Corpus, ...]
     weights: tuple[Fraction, ...]
@@ -54,14 +55,14 @@ class Mixture:
 
     @property
     def tokenizer(self) -> pathlib.Path | None:
-        """Of any part: they were all made with the same one."""
+        """The tokenizer of any part; all parts were made with the same one."""
         return next((part.tokenizer for part in self.parts if part.tokenizer is not None), None)
 
     def notes(self, length: int) -> list[str]:
         return [note for part in self.parts for note in part.notes(length)]
 
     def draw(self, place: int, seed: int) -> tuple[int, int]:
-        """Which corpus a place takes its row from, and how many rows that corpus has given before."""
+        """Return which corpus position `place` reads from, and how many rows that corpus has supplied before."""
         block, inside = divmod(place, BLOCK)
         place = block * BLOCK + int(self._shuffled(seed, block)[inside])
         for number, (share, of) in enumerate(self._shares):
@@ -69,17 +70,17 @@ class Mixture:
             if (place + 1) * share // of > before:
                 return number, before
             place -= before
-        raise AssertionError("the last corpus takes every place that is left")
+        raise AssertionError("the last corpus takes every remaining position")
 
     @functools.cached_property
     def _shares(self) -> list[tuple[int, int]]:
-        """The share of each corpus in what those before it have left, as a fraction; that of the last one is 1."""
+        """The share of each corpus in what those before it leave, as a fraction; the last share is 1."""
         left = [sum(self.weights[i:], Fraction()) for i in range(len(self.weights))]
         return [(weight / rest).as_integer_ratio() for weight, rest in zip(self.weights, left, strict=True)]
 
     @functools.cached_property
     def _shuffled(self) -> "functools._lru_cache_wrapper[np.ndarray]":
-        # The orders of the corpora take [seed, pass, number], with numbers below this one.
+        # Row orders are seeded with [seed, epoch, corpus number]. len(parts) is no corpus number, so seeds differ.
         return functools.lru_cache(maxsize=2)(
             lambda seed, block: np.random.default_rng([seed, block, len(self.parts)]).permutation(BLOCK)
         )

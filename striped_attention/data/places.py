@@ -1,4 +1,4 @@
-"""Places: where the rows of a batch lie in their sources, in words, for a person who wants to look at them."""
+"""Places: describe in words where the rows of a batch lie in their sources, so that a user can inspect them."""
 
 import numpy as np
 
@@ -6,11 +6,11 @@ from striped_attention.data.batch import Data, drawn, whole_rows
 from striped_attention.data.corpus import Corpus
 from striped_attention.data.mixture import Mixture
 
-SHOWN = 8  # rows that are named one by one
+SHOWN = 8  # rows that are described individually
 
 
 def describe_rows(corpus: Data, place: int, rows: range, length: int, seed: int) -> str:
-    """Sources, passes, tokens and documents of the rows at `place`; tokens and documents are counted from 0.
+    """Describe the source, pass, tokens and documents of each row at `place`; tokens and documents count from 0.
 
     For example: row 3 of text.jsonl in pass 2: tokens 6,144 to 8,191, documents 12 to 15
     """
@@ -28,7 +28,7 @@ def _name(corpus: Data, place: int, length: int, seed: int) -> str:
 
 
 def _documents(part: Corpus, first: int, length: int) -> str:
-    """The documents of some tokens, where it is listed where they begin."""
+    """Describe the documents of a row, if their starts are known."""
     if part.starts is None:
         return ""
     one, last = np.searchsorted(part.starts, np.array([first, first + length - 1]), side="right") - 1

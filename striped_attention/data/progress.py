@@ -1,4 +1,4 @@
-"""Progress: what a person sees while a source is tokenised: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of tokenisation: a bar on a terminal, an occasional line elsewhere."""
 
 import contextlib
 import time
@@ -10,11 +10,11 @@ import rich.progress
 
 from striped_attention.data.files import File, Files
 
-LINE_EVERY = 10.0  # seconds between lines where there is no terminal
+LINE_EVERY = 10.0  # seconds between lines without a terminal
 
 
 class Progress:
-    """Of the bytes of some files. `tokens` is how many there are so far."""
+    """Progress through the bytes of several files. `tokens` is the number of tokens so far."""
 
     def __init__(self, files: Files) -> None:
         self.tokens = 0
@@ -43,7 +43,7 @@ class Progress:
 
     @contextlib.contextmanager
     def file(self, file: File) -> Iterator[Callable[[float], None]]:
-        """While a file is read: a function that takes which share of it was."""
+        """While a file is read, yield a callback that takes the fraction of it read so far."""
         before, size = self._done, file.path.stat().st_size
         yield lambda share: self._show(before + share * size)
         self._show(before + size)
@@ -59,5 +59,5 @@ class Progress:
 
 
 def say(text: str) -> None:
-    """One line for the person who waits."""
+    """Print one line."""
     rich.console.Console(highlight=False, markup=False, soft_wrap=True).print(text)

@@ -1,4 +1,4 @@
-"""Records: JSON lines, or one array of JSON, a few records at a time; never a whole file in memory."""
+"""Records: stream JSON lines or one JSON array, a few records at a time; a file is never in memory as a whole."""
 
 import codecs
 import itertools
@@ -14,7 +14,7 @@ from striped_attention.data.unpack import damaged, opened
 from striped_attention.errors import UsageError
 
 LINES_AT_ONCE = 64
-CHUNK = 2**18  # bytes of an array that are read at a time; more while a record is longer
+CHUNK = 2**18  # bytes of an array that are read at a time; doubled while a record is longer
 
 Row = dict[str, Any] | Bad
 Rows = Generator[tuple[float, list[Row]], None, None]
@@ -24,18 +24,18 @@ _ELEMENT = json.JSONDecoder()
 
 
 def json_rows(file: File) -> Rows:
-    """The records of a file, with the share of it that was read."""
+    """Yield the records of a file, with the fraction of it read so far."""
     size = max(1, file.path.stat().st_size)
     with opened(file) as (stream, position):
         head = stream.peek(HEAD)[:HEAD]
         check_head(file, head)
-        # An array is no record: no JSON lines begin with one.
+        # A record is an object, so JSON lines never begin with an array.
         is_array = head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
         yield from (_array if is_array else _lines)(file, stream, lambda: min(1.0, position() / size))
 
 
 def _lines(_: File, stream: Any, share: Callable[[], float]) -> Rows:
-    """One record per line; blank lines are none."""
+    """Yield one record per line; blank lines are skipped."""
     first = next(stream, b"").removeprefix(codecs.BOM_UTF8)
     lines = itertools.chain([first], stream)
     while some := list(itertools.islice(lines, LINES_AT_ONCE)):
@@ -52,25 +52,25 @@ def _record(line: bytes) -> Row:
 
 
 def _checked(found: Any) -> Row:
-    return found if isinstance(found, dict) else Bad("it is no JSON object")
+    return found if isinstance(found, dict) else Bad("it is not a JSON object")
 
 
 def _array(file: File, stream: Any, share: Callable[[], float]) -> Rows:
-    """The elements of one array. What is wrong with it makes the whole file damaged: no line says where to go on."""
+    """Yield the elements of one array. Any error makes the whole file damaged: there is no next line to resume at."""
     decode = codecs.getincrementaldecoder("utf-8-sig")().decode
     text, more, begun, closed = "", CHUNK, False, False
     try:
         while not closed:
             if not (coming := stream.read(more)):
-                raise EOFError("its array does not end, or is no JSON")
+                raise EOFError("its array does not end, or is not JSON")
             text += decode(coming)
             if not begun:
-                begun, text = True, text.replace("[", ",", 1)  # so that a comma is before every element
+                begun, text = True, text.replace("[", ",", 1)  # now a comma precedes every element
             rows, at, closed = _elements(text)
             text, more = text[at:], CHUNK if rows else 2 * more
             yield share(), rows
         if (text + decode(stream.read(HEAD))).strip():
-            raise ValueError("it goes on after its array")
+            raise ValueError("it continues after its array")
     except UnicodeDecodeError as error:
         raise UsageError(f"{file.path} must be UTF-8, but is not. Convert it, or keep it out of the data.") from error
     except (EOFError, ValueError, RecursionError) as error:
@@ -78,9 +78,9 @@ def _array(file: File, stream: Any, share: Callable[[], float]) -> Rows:
 
 
 def _elements(text: str) -> tuple[list[Row], int, bool]:
-    """The elements that are whole in a part of an array, each with a comma before it, and how much of it they are.
+    """Parse the complete elements in a chunk of an array, each preceded by a comma.
 
-    True if the array ends there.
+    Returns the elements, how many characters they take, and whether the array ends there.
     """
     rows: list[Row] = []
     at = 0
@@ -95,8 +95,8 @@ def _elements(text: str) -> tuple[list[Row], int, bool]:
         try:
             found, end = _ELEMENT.raw_decode(text, element)
         except ValueError:
-            return rows, at, False  # it may go on
+            return rows, at, False  # it may be incomplete
         if end == len(text):
-            return rows, at, False  # a number may, too
+            return rows, at, False  # a number may continue in the next chunk
         rows.append(_checked(found))
         at = end

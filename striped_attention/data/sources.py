@@ -1,8 +1,8 @@
-"""Sources: what --data names, and how each becomes a corpus.
+"""Sources: parse --data and load every source as a corpus.
 
     nothing                       the sources of Python's standard library, as bytes: a corpus without a download
-    .npy, .bin                    tokens, read where they lie
-    a folder of striped tokenize  tokens and where their documents begin, read where they lie
+    .npy, .bin                    tokens, memory-mapped
+    a folder of striped tokenize  tokens and document starts, memory-mapped
     text, JSON lines, Parquet,    tokenised once, into the cache
     Arrow, and folders of them
 
@@ -26,20 +26,20 @@ from striped_attention.data.mixture import Mixture
 from striped_attention.data.tokenizer import tokenizer_hash
 from striped_attention.errors import UsageError
 
-MADE = {"raw", "store"}  # kinds of sources that hold tokens already
+MADE = {"raw", "store"}  # kinds of sources that already hold tokens
 
 Named = pathlib.Path | str | Sequence[str] | None
 
 
 class Source(NamedTuple):
-    """A path, None for Python's standard library, and its weight, None if none was given."""
+    """A path (None: Python's standard library) and its weight (None if not given)."""
 
     path: pathlib.Path | None
     weight: Fraction | None = None
 
 
 def parse(sources: Named) -> list[Source]:
-    """What --data says."""
+    """Parse the values of --data."""
     if sources is None:
         return [Source(None)]
     found = [_parse(str(text)) for text in ([sources] if isinstance(sources, str | pathlib.Path) else sources)]
@@ -47,17 +47,17 @@ def parse(sources: Named) -> list[Source]:
         raise UsageError("--data needs a path. Leave it out to train on Python's standard library.")
     twice = [source.path for i, source in enumerate(found) if source.path in [other.path for other in found[:i]]]
     if twice:
-        raise UsageError(f"--data names {twice[0]} twice. Name it once; weights add up.")
+        raise UsageError(f"--data names {twice[0]} twice. Name it once, with the sum of its weights.")
     bare = [source.path for source in found if source.weight is None]
     if 0 < len(bare) < len(found):
         raise UsageError(
-            f"--data takes a weight for every source or for none, but {bare[0]} has none. Write it as {bare[0]}=WEIGHT."
+            f"--data needs a weight for every source or for none, but {bare[0]} has none. Write {bare[0]}=WEIGHT."
         )
     return found
 
 
 def _parse(text: str) -> Source:
-    """PATH or PATH=WEIGHT. What exists as a path is one, whatever it contains."""
+    """Parse PATH or PATH=WEIGHT. Text that exists as a path is a path, even if it contains "="."""
     path, _, number = text.rpartition("=")
     whole = pathlib.Path(text)
     try:
@@ -68,11 +68,11 @@ def _parse(text: str) -> Source:
         return Source(whole)
     if whole.exists():
         raise UsageError(
-            f"--data {text} may mean {text} or {path} with the weight {number}, for both exist. Write {text}=1 for the "
-            f"first; to mean the second, rename the first."
+            f"--data {text} is ambiguous: it may mean {text}, or {path} with weight {number}, and both exist. Write "
+            f"{text}=1 for the first; to mean the second, rename the first."
         )
     if weight <= 0:
-        raise UsageError(f"The weight of a source must be above 0; got --data {text}. Leave out what is not wanted.")
+        raise UsageError(f"The weight of a source must be above 0; got --data {text}. Leave out unwanted sources.")
     return Source(pathlib.Path(path), weight)
 
 
@@ -84,7 +84,7 @@ def check(
     columns: Columns = NO_COLUMNS,
     together: Sequence[Named] = (),
 ) -> None:
-    """Raise for sources that cannot be loaded, as far as that can be seen without reading all of them."""
+    """Raise for sources that cannot be loaded, as far as this shows without reading them completely."""
     given = _there(sources)
     _check_used(together or (sources,), tokenizer, end, columns)
     kinds = {path: _kind(path, columns) for path, _ in given}
@@ -107,9 +107,9 @@ def load(
     cache_folder: pathlib.Path | None = None,
     together: Sequence[Named] = (),
 ) -> Data:
-    """The corpus of a source, or the mixture of several. What is not tokenised yet is, into the cache.
+    """Load the corpus of a source, or the mixture of several, tokenising into the cache what is not there yet.
 
-    An option that no source has a use for is refused. `together` is --data and --validation, which share the options.
+    Rejects options that no source uses. `together` is --data and --validation, which share these options.
     """
     given = _there(sources)
     _check_used(together or (sources,), tokenizer, end, columns)
@@ -133,7 +133,7 @@ def load(
 
 
 def _there(sources: Named) -> list[Source]:
-    """What --data says. Raises for a path that does not exist."""
+    """Parse the values of --data. Raises if a path does not exist."""
     given = parse(sources)
     for path, _ in given:
         if path is not None and not is_there(path):
@@ -145,52 +145,52 @@ def _there(sources: Named) -> list[Source]:
 
 
 def _encoder(kind: str, tokenizer: pathlib.Path | None, vocabulary: int, columns: Columns) -> Encoder:
-    """What turns sources of a kind into tokens; plain text has no columns."""
+    """Return the encoder for a kind of source; plain text has no columns."""
     encoder = make_encoder(tokenizer, columns if kind == "records" else NO_COLUMNS)
     encoder.check(vocabulary)
     return encoder
 
 
 def _made_before(path: pathlib.Path | None, tokenizer: pathlib.Path | None, end: int | None, vocabulary: int) -> Corpus:
-    """A source that holds tokens already."""
+    """Open a source that already holds tokens."""
     assert path is not None, "the standard library is text"
     return raw.load(path, end, vocabulary) if _kind(path) == "raw" else _stored(path, tokenizer, vocabulary)
 
 
 def _check_one_tokenizer(made: list[tuple[str, str]]) -> None:
-    """Raise if two sources, by name, have tokens of different kinds, as far as that is known."""
+    """Raise if two sources, given as (tokenizer hash, name), were tokenised with different tokenizers."""
     names = dict(made)
     if len(names) > 1:
         one, other, *_ = names.values()
         raise UsageError(
-            f"All sources must have one tokenizer, but {one} and {other} have two. Give that of tokens which were made "
-            f"before with --tokenizer, or tokenise them again."
+            f"All sources must use the same tokenizer, but {one} and {other} differ. Give the tokenizer of the stored "
+            f"tokens with --tokenizer, or tokenise them again."
         )
 
 
 def need_tokenizer(sources: Named) -> bool:
-    """Whether any source is text that has to become tokens."""
+    """Whether any source is text that must be tokenised."""
     return not {_kind(source.path) for source in parse(sources)} <= MADE
 
 
 def all_raw(sources: Named) -> bool:
-    """Whether all sources are .npy or .bin, for which a tokenizer is no use."""
+    """Whether all sources are .npy or .bin, which need no tokenizer."""
     return all(_kind(source.path) == "raw" for source in parse(sources))
 
 
 def has_raw(sources: Named) -> bool:
-    """Whether any source holds tokens of which nobody knows how they were made."""
+    """Whether any source is .npy or .bin, whose tokenizer is unknown."""
     return any(source.path is not None and source.path.suffix in raw.TOKENS for source in parse(sources))
 
 
 def kept_tokenizer(sources: Named) -> pathlib.Path | None:
-    """The tokenizer.json that lies beside the tokens of a source, if there is one."""
+    """Return the tokenizer.json stored with the tokens of a source, if there is one."""
     paths = [path / store.TOKENIZER for path, _ in parse(sources) if path is not None and _kind(path) == "store"]
     return next((path for path in paths if path.is_file()), None)
 
 
 def _kind(path: pathlib.Path | None, columns: Columns = NO_COLUMNS) -> str:
-    """raw or store, which hold tokens, or text. If columns are asked for, what has columns is records."""
+    """Classify a source: "raw" or "store" hold tokens; "records" have columns, if some are requested; else "text"."""
     if path is not None and path.suffix in raw.TOKENS and path.is_file():
         return "raw"
     if path is not None and store.is_store(path):
@@ -200,7 +200,7 @@ def _kind(path: pathlib.Path | None, columns: Columns = NO_COLUMNS) -> str:
 
 
 def _check_used(together: Sequence[Named], tokenizer: pathlib.Path | None, end: int | None, columns: Columns) -> None:
-    """Raise for an option that none of the sources has a use for."""
+    """Raise for an option that none of the sources uses."""
     kinds = {path: _kind(path, columns) for sources in together for path, _ in parse(sources)}
     where, s = ("--data and --validation", "") if len(together) > 1 else ("--data", "s")
     if tokenizer is not None and set(kinds.values()) == {"raw"}:
@@ -208,7 +208,7 @@ def _check_used(together: Sequence[Named], tokenizer: pathlib.Path | None, end: 
             f"{where} hold{s} tokens already, as .npy or .bin: leave out --tokenizer, or give the text itself."
         )
     if end is not None and "raw" not in kinds.values():
-        raise UsageError("--end-token is for .npy and .bin data; text ends its documents by itself. Leave it out.")
+        raise UsageError("--end-token is for .npy and .bin data; other data marks document ends itself. Leave it out.")
     if columns == NO_COLUMNS or "records" in kinds.values():
         return
     texts = [str(path or "Python's standard library") for path, kind in kinds.items() if kind == "text"]
@@ -222,16 +222,17 @@ def _check_used(together: Sequence[Named], tokenizer: pathlib.Path | None, end: 
 
 
 def _stored(path: pathlib.Path, tokenizer: pathlib.Path | None, vocabulary: int) -> Corpus:
-    """What `striped tokenize` wrote. Raises if the tokenizer or the model is another one."""
+    """Open the output of `striped tokenize`. Raises if it does not match the tokenizer or the model."""
     corpus, meta = store.open_store(path)
     if tokenizer is not None and tokenizer_hash(tokenizer) != meta.tokenizer:
         made = "as bytes, without a tokenizer" if meta.tokenizer is None else "with another tokenizer"
         raise UsageError(
-            f"{path} was tokenised {made}, not with {tokenizer}. Tokenise it again, or take the tokenizer that made it."
+            f"{path} was tokenised {made}, not with {tokenizer}. Tokenise it again, or give the tokenizer it was made "
+            f"with."
         )
     if meta.vocabulary > vocabulary:
         raise UsageError(
             f"{path} needs a vocabulary of at least {meta.vocabulary}, but the model's is {vocabulary}. "
-            f"Give tokens of the model's own tokenizer; a model from scratch can have --vocabulary {meta.vocabulary}."
+            f"Use tokens of the model's own tokenizer; to train from scratch, set --vocabulary {meta.vocabulary}."
         )
     return dataclasses.replace(corpus, vocabulary=vocabulary, source=str(path))

@@ -1,8 +1,8 @@
-"""Splits: files of a dataset that belong to different splits, told by their names, as on the Hugging Face hub.
+"""Splits: reject sources whose file names belong to several splits of a dataset, as named on the Hugging Face hub.
 
     data/train-00000-of-00002.parquet     test/0000.jsonl     c4-validation.00000-of-00008.json.gz
 
-Training on all of them would train on the held-out ones too.
+Training on all of them would include held-out data.
 """
 
 import pathlib
@@ -19,7 +19,7 @@ NAMES = {
 
 
 def refuse_several(root: pathlib.Path, paths: Sequence[pathlib.Path]) -> None:
-    """Raise if the names of files below `root` say that they belong to several splits."""
+    """Raise if the names of files below `root` show that they belong to several splits."""
     found: dict[str, list[pathlib.Path]] = {}
     for path in paths:
         if (split := _split(path.relative_to(root))) is not None:
@@ -34,13 +34,13 @@ def refuse_several(root: pathlib.Path, paths: Sequence[pathlib.Path]) -> None:
 
 
 def _split(path: pathlib.Path) -> str | None:
-    """The split that a path names: the last part that is the name of one, between what is no letter."""
+    """Return the split that a path names: its last run of letters that is the name of a split."""
     words = re.findall(r"[a-z]+", str(path).lower())
     return next((NAMES[word] for word in reversed(words) if word in NAMES), None)
 
 
 def _choice(root: pathlib.Path, files: Sequence[pathlib.Path]) -> str:
-    """What to give for these files alone: their folder, or a pattern."""
+    """Return what to pass for these files alone: their folder or a pattern."""
     path = files[0].relative_to(root)
     for folder in path.parents:
         if NAMES.get(folder.name.lower()) is not None:

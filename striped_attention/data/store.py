@@ -1,12 +1,12 @@
-"""Store: a folder with the tokens of a source, which the cache holds and `striped tokenize` writes.
+"""Store: a folder with the tokens of a source, used by the cache and written by `striped tokenize`.
 
     tokens.bin    all tokens end to end, little-endian uint16, or uint32 where the tokenizer needs more
-    starts.bin    int64, the number of the token that begins each document
+    starts.bin    int64, the index of each document's first token
     counted.bin   uint8, 1 where a token counts in the loss; only if some do not
     checks.bin    uint32, the CRC-32 of every 1 MiB of these files, one file after the other
-    meta.json     what the rest is, and how it was made; written last
+    meta.json     describes these files and how they were made; written last
 
-It is written under another name, which is changed when all of it is on disk.
+The folder is written under a temporary name and renamed when all of it is on disk.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ FORMAT = "striped_attention tokens 1"
 META, CHECKS = "meta.json", "checks.bin"
 DTYPES = {"starts.bin": "<i8", "counted.bin": "|u1"}
 BLOCK = 2**20
-LOOKS = 64  # blocks of a file that are checked when it is opened
+LOOKS = 64  # blocks of a file that are verified when it is opened
 TOKENIZER = "tokenizer.json"
 
 
 @dataclasses.dataclass(frozen=True)
 class Meta:
-    """What a store says of itself. `tokenizer` is the hash of its tokenizer, None for bytes."""
+    """The metadata of a store. `tokenizer` is the hash of its tokenizer, None for bytes."""
 
     source: str
     end: int
@@ -53,13 +53,13 @@ class Meta:
 
 
 def _checksum(said: dict[str, Any]) -> str:
-    """Of everything in meta.json but itself."""
+    """Return a hash of everything in meta.json except the hash itself."""
     said = {key: value for key, value in said.items() if key != "check"}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 class _Checked:
-    """A file that is written from the front, and the CRC-32 of each of its blocks."""
+    """A file that is written sequentially, with the CRC-32 of each of its blocks."""
 
     def __init__(self, path: pathlib.Path) -> None:
         self._file = path.open("wb")
@@ -79,7 +79,7 @@ class _Checked:
             content = content[len(part) :]
 
     def finish(self) -> list[int]:
-        """All sums, when everything is on disk."""
+        """Flush everything to disk and return all checksums."""
         self._file.flush()
         os.fsync(self._file.fileno())
         return [*self.sums, self._crc] if self.size % BLOCK else self.sums
@@ -106,7 +106,7 @@ class Writer:
             file.close()
 
     def add(self, documents: list[Encoded], counts: Counts) -> None:
-        """Documents, each with one token or more."""
+        """Append documents, each with at least one token."""
         sizes = [len(document.tokens) for document in documents]
         ends = self.tokens + np.cumsum(sizes)
         self._files["starts.bin"].write((ends - sizes).astype("<i8"))
@@ -121,7 +121,7 @@ class Writer:
         counts.silent += sum(not part.any() for part in counted)
 
     def finish(self, source: str, counts: Counts) -> None:
-        """Write what the files are."""
+        """Write the checksums and the metadata."""
         sums = np.array([sum_ for file in self._files.values() for sum_ in file.finish()], "<u4")
         sums.tofile(self._folder / CHECKS)
         encoder = self._encoder
@@ -134,14 +134,14 @@ class Writer:
 
 
 def is_store(path: pathlib.Path) -> bool:
-    """Whether a path is a folder of this kind, damaged or not."""
+    """Whether a path is a store, damaged or not."""
     if not (path / META).is_file():
         return all((path / name).is_file() for name in (CHECKS, "tokens.bin"))
     return (path / CHECKS).exists() or b'"striped_attention tokens' in (path / META).read_bytes()[:100]
 
 
 def open_store(path: pathlib.Path) -> tuple[Corpus, Meta]:
-    """The corpus of a store, read where it lies. Raises for one that was cut short or changed."""
+    """Open a store, memory-mapped. Raises if it was truncated or changed."""
     meta = _read_meta(path)
     for name, size in meta.sizes.items():
         there = (path / name).stat().st_size if (path / name).is_file() else None
@@ -166,7 +166,7 @@ def _read_meta(path: pathlib.Path) -> Meta:
         said = json.loads((path / META).read_bytes())
         if said["format"] != FORMAT:
             raise UsageError(f"{path} was written by another version of `striped tokenize`. Tokenise the source again.")
-        whole = said.get("check", _checksum(said)) == _checksum(said)  # older ones have none
+        whole = said.get("check", _checksum(said)) == _checksum(said)  # older stores have none
         said = {key: value for key, value in said.items() if key not in ("format", "written_by", "check")}
         if not (whole and _sensible(said)):
             raise _damaged(path, f"{META} is not what was written")
@@ -176,7 +176,7 @@ def _read_meta(path: pathlib.Path) -> Meta:
 
 
 def _sensible(said: dict[str, Any]) -> bool:
-    """Whether the values of meta.json are such as are written."""
+    """Whether the values of meta.json are valid."""
     sizes, example = said["sizes"], said["counts"].get("example")
     counts = [value for name, value in said["counts"].items() if name != "example"]
     numbers = [said["end"], said["vocabulary"], *sizes.values(), *counts]
@@ -191,7 +191,7 @@ def _sensible(said: dict[str, Any]) -> bool:
 
 
 def _check_blocks(path: pathlib.Path, meta: Meta) -> None:
-    """Compare checksums: all of them, or at many places of a large file."""
+    """Verify checksums: all of them, or samples of a large file."""
     try:
         sums = np.fromfile(path / CHECKS, "<u4")
     except OSError as error:

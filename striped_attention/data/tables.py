@@ -1,4 +1,4 @@
-"""Tables: Parquet, row group by row group, and Arrow, batch by batch; never a whole file in memory."""
+"""Tables: stream Parquet by row groups and Arrow by batches; a file is never in memory as a whole."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ STREAM_ENDS = STREAM + b"\0\0\0\0"
 
 
 def table_rows(file: File, columns: Columns) -> Rows:
-    """Rows of a table, a few at a time, with the share of the file that was read."""
+    """Yield the rows of a table, a few at a time, with the fraction of the file read so far."""
     pa = pyarrow(f"{file.kind}, like {file.path},")
     head = _head(file)
     check_head(file, head)
@@ -30,8 +30,8 @@ def table_rows(file: File, columns: Columns) -> Rows:
 
 
 def _head(file: File) -> bytes:
-    """The first bytes of a file; raises for one that is empty, or an Arrow stream that was cut between two batches,
-    which would read like a whole one."""
+    """Return the first bytes of a file. Raises for an empty file, and for an Arrow stream that was cut between two
+    batches, which would otherwise look complete."""
     try:
         with file.path.open("rb") as raw:
             head = raw.read(HEAD)
@@ -40,9 +40,9 @@ def _head(file: File) -> bytes:
     except OSError as error:
         raise UsageError(f"{file.path} cannot be read: {error.strerror}.") from error
     if not head:
-        raise UsageError(f"{file.path} is empty, which no {file.kind} file is. Make or download it again.")
+        raise UsageError(f"{file.path} is empty and so no valid {file.kind} file. Make or download it again.")
     if file.kind != PARQUET and head.startswith(STREAM) and tail != STREAM_ENDS:
-        raise damaged(file, EOFError("it does not end as an Arrow stream does"))
+        raise damaged(file, EOFError("it lacks the end mark of an Arrow stream"))
     return head
 
 
@@ -74,14 +74,14 @@ def _stream(file: File, columns: Columns, pa: Any) -> Rows:
 
 def _parts(batch: Any, columns: Columns, share: float, pa: Any) -> Rows:
     wanted = batch.select(columns.names)
-    for column in wanted.columns:  # reading follows offsets wherever a damaged file leads them
+    for column in wanted.columns:  # offsets in a damaged file may point anywhere in memory
         column.view(_as_binary(column.type, pa)).validate(full=True)
     for first in range(0, batch.num_rows, ROWS):
         yield share, _rows(wanted.slice(first, ROWS))
 
 
 def _as_binary(kind: Any, pa: Any) -> Any:
-    """The same type with bytes for strings: a string that is not UTF-8 makes its row bad, not the file."""
+    """Return the type with strings replaced by bytes: invalid UTF-8 makes its row bad, not the whole file."""
     if pa.types.is_string(kind):
         return pa.binary()
     if pa.types.is_large_string(kind):
@@ -98,7 +98,7 @@ def _as_binary(kind: Any, pa: Any) -> Any:
 def _rows(batch: Any) -> list[Row]:
     try:
         return batch.to_pylist()
-    except UnicodeDecodeError:  # of some row: find it
+    except UnicodeDecodeError:  # in at least one row: find it
         return [_row(batch.slice(i, 1)) for i in range(batch.num_rows)]
 
 

@@ -1,4 +1,4 @@
-"""Tokenizer: a Hugging Face tokenizer.json, for long texts, and what the files beside it say of it."""
+"""Tokenizer: load a Hugging Face tokenizer.json without a length limit, and the settings in the files beside it."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ CONFIG = "tokenizer_config.json"
 
 
 def open_tokenizer(path: pathlib.Path) -> Any:
-    """The tokenizer of a Hugging Face tokenizer.json."""
+    """Load a Hugging Face tokenizer.json, without truncation and padding."""
     try:
         import tokenizers
     except ImportError as error:
@@ -23,13 +23,13 @@ def open_tokenizer(path: pathlib.Path) -> Any:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise UsageError(f"{path} is not a Hugging Face tokenizer.json: {error}.") from error
-    tokenizer.no_truncation()  # what suits short texts does not suit long ones
+    tokenizer.no_truncation()  # tokenizer.json may set a maximum length
     tokenizer.no_padding()
     return tokenizer
 
 
 def end_token(tokenizer: Any, path: pathlib.Path | None = None) -> int | None:
-    """The token that ends a text: what the files beside a tokenizer.json say, or else one with a usual name."""
+    """Return the token that ends a text: the one set in the files beside tokenizer.json, else one with a usual name."""
     said = None if path is None else _said(path)
     if said is None:
         return next((token for token in map(tokenizer.token_to_id, ENDS) if token is not None), None)
@@ -37,13 +37,14 @@ def end_token(tokenizer: Any, path: pathlib.Path | None = None) -> int | None:
     number = tokenizer.token_to_id(token) if isinstance(token, str) else token
     if number is None or tokenizer.id_to_token(number) is None:
         raise UsageError(
-            f"{where} says that {token!r} ends a text, but {path} has no such token. Do both belong to one model?"
+            f"{where} names {token!r} as the end-of-text token, but {path} has no such token. Do both belong to the "
+            f"same model?"
         )
     return number
 
 
 def _said(path: pathlib.Path) -> tuple[pathlib.Path, str | int] | None:
-    """The end of a text by the first file that names one, as a name or a number."""
+    """Return the first file beside a tokenizer.json that sets the end-of-text token, and the token's name or id."""
     for name, key in (
         (CONFIG, "eos_token"),
         ("generation_config.json", "eos_token_id"),
@@ -59,7 +60,7 @@ def _said(path: pathlib.Path) -> tuple[pathlib.Path, str | int] | None:
 
 
 def read_beside(path: pathlib.Path) -> dict[str, Any]:
-    """What a JSON file beside a tokenizer.json says; nothing if there is none."""
+    """Read a JSON file beside a tokenizer.json; empty if there is none."""
     if not path.is_file():
         return {}
     try:
@@ -72,12 +73,12 @@ def read_beside(path: pathlib.Path) -> dict[str, Any]:
 
 
 def tokens_of(tokenizer: Any) -> int:
-    """The vocabulary that a tokenizer needs."""
+    """Return the vocabulary size that a tokenizer needs."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def tokenizer_hash(path: pathlib.Path) -> str:
-    """Tells tokenizers apart by what they say, however it is written down."""
+    """Return a hash of a tokenizer's content, independent of formatting, truncation and padding."""
     open_tokenizer(path)
     said = json.loads(path.read_bytes())
     said = {key: value for key, value in said.items() if key not in ("truncation", "padding")}

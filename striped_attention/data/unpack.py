@@ -1,4 +1,4 @@
-"""Unpack: files as streams of bytes, whether packed or not, and pyarrow, which reads zstandard, Parquet and Arrow."""
+"""Unpack: open files as byte streams, compressed or not, and import pyarrow (for zstandard, Parquet and Arrow)."""
 
 import contextlib
 import gzip
@@ -13,7 +13,7 @@ from striped_attention.errors import UsageError
 
 
 def pyarrow(why: str) -> Any:
-    """The package pyarrow, which comes with the extra `train`."""
+    """Import pyarrow, which comes with the extra `train`. `why` names what needs it, for the error."""
     try:
         import pyarrow
     except ImportError as error:
@@ -23,7 +23,10 @@ def pyarrow(why: str) -> Any:
 
 @contextlib.contextmanager
 def opened(file: File) -> Iterator[tuple[Any, Callable[[], int]]]:
-    """What is in a file, and how far it was read, in bytes on disk. Only reading may happen inside."""
+    """Yield the uncompressed stream of a file, and a function that returns how many bytes on disk were read.
+
+    Only read inside the `with`: errors raised there are reported as errors of the file.
+    """
     try:
         with file.path.open("rb") as raw:
             if file.packed is not None:
@@ -33,7 +36,7 @@ def opened(file: File) -> Iterator[tuple[Any, Callable[[], int]]]:
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise damaged(file, error) from error
     except OSError as error:
-        if error.errno is None:  # pyarrow has no numbers for what it could not unpack
+        if error.errno is None:  # pyarrow sets no errno if decompression fails
             raise damaged(file, error) from error
         raise UsageError(f"{file.path} cannot be read: {error.strerror}.") from error
 
@@ -47,6 +50,6 @@ def _unpacked(file: File, raw: Any) -> Any:
 
 
 def damaged(file: File, error: Exception) -> UsageError:
-    """That a file ends too early, or was changed."""
+    """Return the error for a file that ends too early or was changed."""
     text = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
     return UsageError(f"{file.path} is cut short or damaged ({text}). Make or download it again.")

@@ -1,7 +1,8 @@
-"""`striped evaluate`: does a model use its context? Perplexity by position, and needles in haystacks.
+"""`striped evaluate`: measure whether a model uses its context, by perplexity by position and needle in a haystack.
 
-config      every option, once: flags, help and defaults
-forward     a model on a mesh, without an optimizer
-needle      haystacks with a needle and a question, and whether the model answers
-command     the loop around them: progress, tables, JSON
+config      all options in one place: flags, help and defaults
+forward     forward passes of a model on a mesh, without an optimiser
+needle      haystacks with a hidden needle and a question
+table       results as terminal tables
+command     the command itself: progress, tables, JSON
 """

@@ -1,4 +1,4 @@
-"""Command: find the model, measure, show tables, write JSON."""
+"""Command: find the model, evaluate it, print tables and write JSON."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ from striped_attention.training.validation import HeldOut, check_unweighted
 
 
 def evaluate(config: EvaluateConfig) -> None:
-    """`striped evaluate`. What can be refused is refused before weights are read."""
+    """Run `striped evaluate`. All options are validated before weights are read."""
     check_output(config.output)
     run = Run(config, find(config.model))
     document = {**run.describe(), "perplexity": {"by_position": []}, "needle": {"cells": []}}
@@ -41,12 +41,12 @@ def evaluate(config: EvaluateConfig) -> None:
             document["needle"] = run.needles(run.haystacks, weights)
     if config.output is not None and jax.process_index() == 0:
         write(document, config.output)
-        run.notes.print(f"{config.output}: striped report draws it.", soft_wrap=True)
+        run.notes.print(f"Written to {config.output}; plot it with `striped report {config.output}`.", soft_wrap=True)
 
 
 @contextlib.contextmanager
 def _room(config: EvaluateConfig) -> Iterator[None]:
-    """Say what to do when the devices' memory is too small."""
+    """Turn an out-of-memory error of the devices into a UsageError with advice."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -60,7 +60,7 @@ def _room(config: EvaluateConfig) -> Iterator[None]:
 
 
 class Run:
-    """A model and what it is measured on: held-out sequences, haystacks, or both. Weights are not read yet."""
+    """A model and its evaluation data: held-out sequences, haystacks, or both. Does not hold the weights."""
 
     def __init__(self, config: EvaluateConfig, source: Source) -> None:
         length = config.sequence_length or source.length
@@ -81,7 +81,7 @@ class Run:
             self.haystacks = Haystacks(config, corpus, encoder)
             self.lengths = self.lengths or self.haystacks.lengths(length)
             for haystack in self.lengths:
-                self.haystacks.sequence(haystack, 0, 0)  # refuses one without room
+                self.haystacks.sequence(haystack, 0, 0)  # raises if the haystack is too short
         if config.only != "needle":
             program = make_program(config, source.model, self.mesh, length, corpus.documents, self.room)
             self.held_out = HeldOut(program, corpus, config.sequences)
@@ -89,14 +89,14 @@ class Run:
         self._warn_of_length()
 
     def _warn_of_length(self) -> None:
-        """Say so if sequences are longer than what the model is made for."""
+        """Warn if sequences are longer than the model's positions support."""
         flag, longest = "--sequence-length", self.config.sequence_length or 0
         if self.haystacks is not None and max(self.lengths) > longest:
             flag, longest = "--lengths", max(self.lengths)
         if longest > self.source.positions:
             self.notes.print(
-                f"Warning: {flag} {longest} is longer than the {self.source.positions} positions that the model is "
-                f"made for.",
+                f"Warning: {flag} {longest} is longer than the {self.source.positions} positions that the model "
+                f"supports.",
                 soft_wrap=True,
             )
 
@@ -108,7 +108,7 @@ class Run:
         return data.load(config.data, tokenizer, config.end_token, source.model.vocabulary, columns, config.data_cache)
 
     def describe(self) -> dict[str, Any]:
-        """What was measured on what, for the JSON."""
+        """The configuration, devices and model, for the JSON."""
         device, source = self.mesh.devices.flat[0], self.source
         return {
             **metadata("evaluate", self.config.record(), ("orbax-checkpoint", "tokenizers")),
@@ -117,11 +117,11 @@ class Run:
         }
 
     def fitting(self, forward: AnyForward) -> AnyForward:
-        """What fits in the devices' memory, compiled."""
+        """Return the compiled `forward`, with smaller chunks if it does not fit in the devices' memory."""
         return fitting(forward, self.config, self.room)
 
     def perplexity(self, held_out: HeldOut, weights: Weights) -> dict[str, Any]:
-        """The loss by position: shown, and as JSON."""
+        """Print the loss by position and return it for the JSON."""
         with self._bar("perplexity", held_out.batches) as advance:
             found = held_out.losses(weights, lambda done: advance(1))
         self._check_finite("loss", found.loss)
@@ -135,12 +135,12 @@ class Run:
         }
 
     def needles(self, haystacks: Haystacks, weights: Weights) -> dict[str, Any]:
-        """Whether the model finds them, by length and depth: shown, and as JSON."""
+        """Print the share of needles found by length and depth, and return the results for the JSON."""
         config, cells = self.config, []
         with self._bar("needles", len(self.lengths) * len(config.depths) * config.draws) as advance:
             for length in self.lengths:
                 cells += self._of_length(haystacks, weights, length, advance)
-        self.shown.print(f"Needles found, of {config.draws} per cell, by depth and by tokens of the haystack:")
+        self.shown.print(f"Needles found, by depth and haystack length in tokens ({config.draws} haystacks per cell):")
         self.shown.print(table.needles(cells))
         return {"cells": [dataclasses.asdict(cell) for cell in cells]}
 
@@ -166,13 +166,13 @@ class Run:
     def _check_finite(self, what: str, value: float) -> None:
         if not math.isfinite(value):
             raise Diverged(
-                f"The {what} must be a number, but that of {self.config.model} is {value}. Try --dtype float32; if it "
-                f"stays, the model's weights are broken."
+                f"The {what} must be finite, but for {self.config.model} it is {value}. Try --dtype float32; if that "
+                f"does not help, the model's weights are broken."
             )
 
     @contextlib.contextmanager
     def _bar(self, what: str, total: int) -> Iterator[Any]:
-        """A progress bar; what it gives is told how much more is done."""
+        """Show a progress bar. Yields a function that advances it by a number of items."""
         columns = (rich.progress.TextColumn(what), rich.progress.BarColumn(), rich.progress.MofNCompleteColumn())
         options: Any = {"console": self.notes, "transient": True, "disable": not self.notes.is_terminal}
         with rich.progress.Progress(*columns, rich.progress.TimeRemainingColumn(), **options) as bar:

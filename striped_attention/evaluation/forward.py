@@ -1,7 +1,7 @@
-"""Forward: a model on a mesh, for sequences of one length, without an optimizer.
+"""Forward: forward passes of a model on a mesh, for sequences of one length, without an optimiser.
 
-Without --chunk, stages take as many tokens at a time as fit in memory by the estimates of training, less what only its
-backward pass and its optimiser need. If the compiled program needs more than that, they take fewer.
+Without --chunk, stages process as many tokens at a time as fit in memory by the estimates for training, without the
+parts for the backward pass and the optimiser. If the compiled program needs more memory than that, chunks shrink.
 """
 
 import dataclasses
@@ -31,15 +31,15 @@ from striped_attention.training.loss_by_position import input_specs
 from striped_attention.training.step import Inputs, Program
 from striped_attention.training.validation import HeldOut
 
-BACKWARD = ("optimiser", "gradients", "kept for the backward pass")  # parts of a step's memory
+BACKWARD = ("optimiser", "gradients", "kept for the backward pass")  # memory that only training needs
 
 
 def make_program(
     config: EvaluateConfig, model: ModelConfig, mesh: Mesh, length: int, documents: bool, room: float = math.inf
 ) -> Program:
-    """A program for sequences of `length` tokens, planned for `room` bytes per device.
+    """Build a program for sequences of `length` tokens, planned to fit in `room` bytes per device.
 
-    Raises UsageError for what cannot be, before anything is compiled.
+    Raises UsageError for unsupported options, before anything is compiled.
     """
     sizes, device = dict(mesh.shape), mesh.devices.flat[0]
     run = plain_config(config, model, length)
@@ -51,30 +51,30 @@ def make_program(
     except ValueError as error:
         raise UsageError(f"--strategy {config.strategy}: {error}") from error
     run = dataclasses.replace(run, strategy=str(strategy))
-    trainer.choose(run, sizes, documents, device.platform)  # refuses kernels that cannot do it
+    trainer.choose(run, sizes, documents, device.platform)  # raises if the kernel does not support it
     parts = estimate(run, sizes).memory
     run = budget.within(run, sizes, room + sum(parts[name] for name in BACKWARD))
     return Program(run, mesh, documents=documents)
 
 
 def plain_config(config: EvaluateConfig, model: ModelConfig, length: int) -> TrainConfig:
-    """The options that training has too."""
+    """The training options that correspond to these evaluation options."""
     names = ("batch", "mesh", "layout", "stripe", "strategy", "kernel", "dtype", "memory", "chunk", "cpu_devices")
     shared = {name: getattr(config, name) for name in names}
     return TrainConfig(shape=model, sequence_length=length, remat="full", **shared)
 
 
 class Answers(NamedTuple):
-    """Of every sequence of a batch: how many targets that count are not the likeliest token, and their loss."""
+    """Per sequence of a batch: the number of counted targets that are not the likeliest token, and their total loss."""
 
     wrong: Any
     loss: Any
 
 
 def answers(program: Program, weights: Any, inputs: Inputs) -> Answers:
-    """A forward pass over the whole mesh; to be compiled.
+    """Score a batch by a forward pass over the whole mesh. To be compiled by the caller.
 
-    Greedy decoding gives exactly the targets if and only if each is the likeliest token after those before it.
+    Greedy decoding yields exactly the targets if and only if each one is the likeliest token given those before it.
     """
     model, compute = program.model, program.compute
 
@@ -98,13 +98,13 @@ def answers(program: Program, weights: Any, inputs: Inputs) -> Answers:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Answering:
-    """A program that answers."""
+    """A program that computes `Answers`."""
 
     program: Program
 
     @functools.cached_property
     def compiled(self) -> Any:
-        """`compiled(weights, inputs) -> Answers`, which every process has whole."""
+        """`compiled(weights, inputs) -> Answers`, replicated on all devices."""
         program = self.program
         everywhere = jax.NamedSharding(program.mesh, PartitionSpec())
         step = jax.jit(functools.partial(answers, program), out_shardings=everywhere)
@@ -115,9 +115,9 @@ AnyForward = TypeVar("AnyForward", HeldOut, Answering)
 
 
 def fitting(forward: AnyForward, asked: EvaluateConfig, room: float) -> AnyForward:
-    """The same, compiled, with smaller chunks if it needs more than `room` bytes per device and --chunk is not given.
+    """Return the compiled `forward`, with smaller chunks if it needs more than `room` bytes per device.
 
-    If nothing needs less, it is what it was.
+    Chunks shrink only without --chunk. If no smaller chunk helps, the last one is returned.
     """
     while (need := memory.peak(functools.partial(getattr, forward, "compiled"))) is None or need > room:
         program = forward.program

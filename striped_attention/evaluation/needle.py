@@ -3,8 +3,8 @@
     text text text   The secret number of abcdef is 123456.   text text   The secret number of abcdef is   123456
                      needle, at some depth                                question                         answer
 
-A sequence is these tokens, and only those of the answer count. The model has found the needle if every token of the
-answer is its likeliest one, given all tokens before it: what greedy decoding after the question gives.
+Only the tokens of the answer count. The model has found the needle if every token of the answer is the likeliest one
+given all tokens before it, i.e. if greedy decoding after the question yields the answer.
 """
 
 import dataclasses
@@ -21,25 +21,25 @@ from striped_attention.generation.text import Bytes, Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """Haystacks of one length with the needle at one depth, and what came of them."""
+    """The results for haystacks of one length with the needle at one depth."""
 
     length: int
     depth: int
     draws: int
     correct: int
-    loss: float  # of a whole answer, on average
+    loss: float  # mean over haystacks of the answer's total loss
 
 
 @dataclasses.dataclass(frozen=True)
 class Haystacks:
-    """Makes sequences; the same for the same seed, length, depth and draw. Depths share haystacks, keys and values."""
+    """Makes haystacks, determined by seed, length, depth and draw. All depths share texts, keys and values."""
 
     config: EvaluateConfig
     corpus: data.Data
     encoder: Bytes | Tokenizer
 
     def sequence(self, length: int, depth: int, draw: int) -> tuple[np.ndarray, int]:
-        """`length` + 1 tokens (the last one is a target only), and how many of the last ones are the answer."""
+        """Return `length` + 1 tokens (the last one only a target), and how many tokens at the end are the answer."""
         random = np.random.default_rng([self.config.seed, length, draw])
         begin, hidden, asked, answer = self._words(random)
         room = length + 1 - sum(map(len, (begin, hidden, asked, answer)))
@@ -54,23 +54,23 @@ class Haystacks:
         return np.array(tokens, np.int32), len(answer)
 
     def lengths(self, longest: int) -> tuple[int, ...]:
-        """An eighth, a quarter, half and all of the longest, as far as at least half of a haystack is text."""
+        """An eighth, a quarter, half and all of `longest`, except lengths of which less than half would be text."""
         least = 2 * sum(map(len, self._words(np.random.default_rng(self.config.seed))))
         return (*(n for n in (longest // 8, longest // 4, longest // 2) if n >= least), longest)
 
     def _words(self, random: np.random.Generator) -> tuple[list[int], ...]:
-        """Tokens of the beginning, the needle, the question and the answer, with a random key and value."""
+        """Tokens of the start of the sequence, the needle, the question and the answer, with a random key and value."""
         key = _word(random, self.config.key_characters, self.config.key_length)
         value = _word(random, self.config.value_characters, self.config.value_length)
         needle, question, answer = (self.config.fill(name, key, value) for name in ("needle", "question", "answer"))
         encode = self.encoder.plain
         asked, both = encode(question), encode(question + answer)
-        # An answer is written as it follows the question, unless the two share a token.
+        # The answer is tokenised as the continuation of the question, unless a token would span both.
         end = both[len(asked) :] if both[: len(asked)] == asked else encode(answer)
         return list(self.encoder.begin), encode(needle), asked, end
 
     def batch(self, cases: Sequence[tuple[int, int, int]], rows: range) -> data.Batch:
-        """Rows of a batch of cases (length, depth, draw), all of one length. In rows after the last nothing counts."""
+        """Rows of a batch of cases (length, depth, draw) of one length. Rows beyond the last case have weight 0."""
         made = []
         for row in rows:
             tokens, answer = self.sequence(*cases[min(row, len(cases) - 1)])
@@ -80,17 +80,17 @@ class Haystacks:
         return data.Batch(tokens[:, :-1], tokens[:, 1:], counts[:, 1:], np.zeros_like(tokens[:, 1:]))
 
     def _text(self, random: np.random.Generator, length: int, room: int) -> np.ndarray:
-        """So many tokens of the corpus from a random place on, without those that end documents."""
+        """Return `room` tokens of the corpus from a random row on, without end-of-document tokens."""
         rows = data.whole_rows(self.corpus, length)
         first, found = int(random.integers(rows)), np.zeros(0, np.int32)
         for row in itertools.count(first):
             if len(found) >= room:
                 return found[:room]
             if row == first + rows and not len(found):
-                raise UsageError(f"{self.corpus.source} has no text in it, only ends of documents. Give other --data.")
+                raise UsageError(f"{self.corpus.source} has no text, only end-of-document tokens. Give other --data.")
             tokens = data.rows_in_order(self.corpus, row, 1, length).tokens[0]
             found = np.append(found, tokens if self.corpus.end is None else tokens[tokens != self.corpus.end])
-        raise AssertionError("rows begin again after the last one")
+        raise AssertionError("rows wrap around after the last one")
 
 
 def _word(random: np.random.Generator, characters: str, length: int) -> str:

@@ -1,4 +1,4 @@
-"""Table: what was measured, for a terminal."""
+"""Table: evaluation results as terminal tables."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from striped_attention.training.loss_by_position import Losses, perplexity
 
 
 def losses(found: Losses) -> rich.table.Table:
-    """A line for every range of positions, and one for all."""
+    """One row per range of contexts, and one for all tokens."""
     table = rich.table.Table(
         "context (tokens)", "tokens", "loss", "perplexity", box=rich.box.SIMPLE_HEAD, pad_edge=False
     )
@@ -25,7 +25,7 @@ def losses(found: Losses) -> rich.table.Table:
 
 
 def needles(cells: Sequence[Cell]) -> rich.table.Table:
-    """Length × depth: the share of needles that were found."""
+    """Share of needles found, by depth (rows) and length (columns)."""
     lengths, depths = (list(dict.fromkeys(getattr(cell, name) for cell in cells)) for name in ("length", "depth"))
     by_place = {(cell.length, cell.depth): cell for cell in cells}
     table = rich.table.Table(
@@ -41,7 +41,7 @@ def needles(cells: Sequence[Cell]) -> rich.table.Table:
 
 
 def _found(cell: Cell) -> rich.text.Text:
-    """The share, on blue: the darker the more."""
+    """The share of needles found, on a blue that is darker for a larger share."""
     share = cell.correct / cell.draws
     shade = [round(255 + (end - 255) * share) for end in (0, 114, 178)]
     style = f"{'white' if share > 0.5 else 'black'} on rgb({','.join(map(str, shade))})"

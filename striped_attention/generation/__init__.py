@@ -1,14 +1,19 @@
-"""`striped generate`: long prompts in, tokens out; `striped import` and `striped export`: other people's weights.
+"""The commands `striped generate`, `striped import` and `striped export`: long-context generation and model conversion.
 
-config         every option, once: flags, help and defaults
-settings       options and generation_config.json: how tokens are chosen, when generation ends
-weights        a folder in, weights on the mesh out
-engine         a model with a cache: prefill and decode
-sample         from scores to a token, and log probabilities
+config         command-line options: flags, help and defaults
+settings       sampling parameters and stopping criteria, from options and generation_config.json
+fused          weights in the layout that decoding reads fastest
+loading        weights from a folder, fused and sharded over the mesh
+room           sizes of caches and prefill chunks
+programs       the compiled programs of an engine
+engine         a model with a KV cache: prefill and decode
+saved          the KV cache of a prompt as a file
+sample         sampling from logits, and log probabilities
 text           text to tokens, tokens to text
-prompts        from options and files to prompts, plain or in a chat template
+prompts        prompts from options and files, plain or in a chat template
 stops          stop strings
 run            batches through an engine: answers, streaming, lines of JSON, speed
-conversation   an interactive one, whose cache is kept
-command        from the options to a run
+conversation   interactive chat that keeps its cache between turns
+weights        import from and export to Hugging Face
+command        the commands themselves
 """

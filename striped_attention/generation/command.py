@@ -1,4 +1,4 @@
-"""Command: from the options to a run. What is asked is checked, an engine is made, and prompts go through it."""
+"""The commands: check the options, build an engine and run the prompts through it."""
 
 import contextlib
 import dataclasses
@@ -36,11 +36,11 @@ from striped_attention.training import memory
 from striped_attention.training.launch import in_cluster
 from striped_attention.training.source import NoTokenizer, Source, find
 
-LONGEST = INT32_MAX - 2**20  # tokens; padding comes on top
+LONGEST = INT32_MAX - 2**20  # tokens; the rest of the int32 positions is left for padding
 
 
 def generate(config: GenerateConfig) -> None:
-    """`striped generate`. What can be refused is refused before weights are read."""
+    """Run `striped generate`. Everything that can be rejected is rejected before weights are read."""
     begun = time.perf_counter()
     keep_programs()
     source = find(config.model)
@@ -87,7 +87,7 @@ def generate(config: GenerateConfig) -> None:
 def _options(
     config: GenerateConfig, model: ModelConfig, tokens: list[list[int]], capacity: int, cached: int
 ) -> Options:
-    """How the model is run on sequences that need `capacity`; so many tokens of each come from a saved cache."""
+    """Return engine options for sequences of `capacity` tokens, the first `cached` of which come from a saved cache."""
     devices, batch = jax.device_count(), min(config.batch, len(tokens) or 1)
     capacity = config.capacity or min(room.coarse(capacity), LONGEST)
     longest, dtype = max(map(len, tokens), default=capacity) - cached, jnp.dtype(config.dtype)
@@ -109,18 +109,18 @@ def _kept(
     asked: list[Prompt],
     tokens: list[list[int]],
 ) -> tuple[pathlib.Path, list[int]]:
-    """Where a cache is saved, and the tokens that it is of: those of the prompt that stay when it is made longer."""
+    """Return the path of --save-cache and the tokens to save: those of the prompt that stay when more text follows."""
     assert config.save_cache is not None
     if len(asked) != 1:
-        raise UsageError(f"--save-cache {config.save_cache} is for one prompt, not {len(asked)}. Give the one to save.")
+        raise UsageError(f"--save-cache {config.save_cache} is for one prompt; got {len(asked)}. Give the one to save.")
     saved.check_new(config.save_cache)
     stays = opening(asked[0], tokens[0], encoder, chat)
     if loaded is not None and len(stays) < len(loaded.tokens):
         stays = loaded.tokens.tolist()
     if not stays:
         raise UsageError(
-            f"{asked[0].where} has no token that is sure to stay the same when more text follows, so there is nothing "
-            f"for --save-cache. Give a longer one."
+            f"{asked[0].where} is too short for --save-cache: all of its tokens may change when more text follows. "
+            f"Give a longer prompt."
         )
     return config.save_cache, stays
 
@@ -132,35 +132,35 @@ def _prompts(config: GenerateConfig) -> list[Prompt]:
         return [Prompt({"prompt": config.prompt}, "The prompt")]
     if config.interactive and jax.process_count() == 1:
         return []
-    raise UsageError("Of several processes not all have a standard input. Give --prompt or --prompts.")
+    raise UsageError("Standard input cannot be read by several processes. Give --prompt or --prompts.")
 
 
 def with_prompt(config: GenerateConfig) -> GenerateConfig:
-    """The options with what comes through standard input, if there is no other prompt.
+    """Return the options with standard input as the prompt if no other prompt is given.
 
-    With --chat a terminal is not read here: there the conversation is interactive.
+    With --chat on a terminal nothing is read here: the conversation is interactive.
     """
     clustered = config.coordinator is not None or in_cluster(os.environ)
     if config.prompt is not None or config.prompts is not None or clustered:
         return config
     if sys.stdin is None or sys.stdin.isatty():
         if sys.stdin is None or not config.chat:
-            raise UsageError("There is no prompt. Give --prompt, --prompts, or text through standard input.")
+            raise UsageError("There is no prompt. Give --prompt, --prompts, or text on standard input.")
         if config.local_processes is not None:
             raise UsageError("An interactive conversation runs in one process. Leave out --local-processes.")
         if config.output is not None:
-            raise UsageError("An interactive conversation is shown, not written. Leave out --output, or give --prompt.")
+            raise UsageError("An interactive conversation has no output file. Leave out --output, or give --prompt.")
         return config
     try:
         found = sys.stdin.read()
     except UnicodeDecodeError as error:
-        raise UsageError(f"What came through standard input is not UTF-8 text ({error}).") from error
-    # A message does not end with the newline of `echo`; plain text may.
+        raise UsageError(f"Standard input must be UTF-8 text ({error}).") from error
+    # `echo` appends a newline: not part of a chat message, but plain text may end with one.
     return dataclasses.replace(config, prompt=found.removesuffix("\n") if config.chat else found)
 
 
 def _capacity(config: GenerateConfig, settings: Settings, source: Source, tokens: list[list[int]]) -> int:
-    """Tokens per sequence that the cache has room for."""
+    """Return the cache capacity in tokens per sequence."""
     if config.capacity is not None:
         capacity = config.capacity
     elif tokens:
@@ -168,9 +168,7 @@ def _capacity(config: GenerateConfig, settings: Settings, source: Source, tokens
     else:
         capacity = min(conversation.CAPACITY, _positions(source) or conversation.CAPACITY)
     if capacity > LONGEST:
-        raise UsageError(
-            f"Sequences may have up to {LONGEST:,} tokens, as many as positions can count; got {capacity:,}."
-        )
+        raise UsageError(f"Sequences may have up to {LONGEST:,} tokens, because positions are int32; got {capacity:,}.")
     return capacity
 
 
@@ -182,23 +180,23 @@ def _check_prompts(
     asked: list[Prompt],
     tokens: list[list[int]],
 ) -> None:
-    """Raise for what the model, the cache or an option cannot take."""
+    """Raise if a prompt exceeds what the model, the cache or an option supports."""
     if (config.alternatives or 0) > model.vocabulary:
         raise UsageError(f"--logprobs {config.alternatives} is more than the vocabulary of {model.vocabulary}.")
     for prompt, row in zip(asked, tokens, strict=True):
         if not row:
             raise UsageError(f"{prompt.where} is empty. A model needs at least one token to generate from.")
         if max(row) >= model.vocabulary:
-            raise UsageError(f"{prompt.where} has the token {max(row)}, but the vocabulary is {model.vocabulary}.")
+            raise UsageError(f"{prompt.where} contains token {max(row)}, but the vocabulary has {model.vocabulary}.")
         if len(row) + settings.max_tokens > capacity:
             raise UsageError(
-                f"{prompt.where} has {len(row)} tokens, and with --max-tokens {settings.max_tokens} more it does not "
-                f"fit in --capacity {capacity}. Make that larger, or the prompt shorter."
+                f"{prompt.where} has {len(row)} tokens; with --max-tokens {settings.max_tokens} it does not fit in "
+                f"--capacity {capacity}. Increase --capacity, or shorten the prompt."
             )
 
 
 def _positions(source: Source) -> int | None:
-    """The longest sequence that the model is made for, None if its folder does not say."""
+    """Return the model's maximum sequence length, or None if its folder does not state it."""
     said = "max_position_embeddings" if source.step is None else "length"
     return source.positions if said in source.said else None
 
@@ -206,20 +204,20 @@ def _positions(source: Source) -> int | None:
 def _warnings(
     config: GenerateConfig, settings: Settings, source: Source, asked: list[Prompt], tokens: list[list[int]]
 ) -> list[str]:
-    """What the user should know, each in a sentence."""
+    """Return warnings for the user, one sentence each."""
     lines, positions = [settings.warning] if settings.warning else [], _positions(source)
     longest, where = max(((len(row), prompt.where) for row, prompt in zip(tokens, asked, strict=True)), default=(0, ""))
     if positions is not None and longest > positions:
         lines.append(
-            f"Warning: {where} has {longest:,} tokens, more than the {positions:,} positions that the model is made "
-            f"for: expect poor text, or use a model for longer sequences."
+            f"Warning: {where} has {longest:,} tokens, more than the model's maximum of {positions:,}: expect poor "
+            f"text, or use a model for longer sequences."
         )
     results = RESULTS if config.alternatives is None else RESULTS + LOGPROBS
     taken = sorted({name for prompt in asked for name in prompt.said if name in results})
     if taken:
         lines.append(
-            f"Warning: --prompts has fields that lines of the output have themselves ({', '.join(taken)}): those of "
-            f"the output are written. Rename them to keep them."
+            f"Warning: --prompts has fields that the output also has ({', '.join(taken)}): the output's values replace "
+            f"them. Rename the fields to keep both."
         )
     return lines
 
@@ -231,7 +229,7 @@ def _check_output(config: GenerateConfig) -> None:
         and config.prompts is not None
         and config.output.absolute() == config.prompts.absolute()
     ):
-        raise UsageError(f"--output {config.output} is the file of the prompts. Give another one.")
+        raise UsageError(f"--output {config.output} is the file of --prompts. Choose another file.")
 
 
 def _mesh() -> jax.sharding.Mesh:
@@ -239,7 +237,7 @@ def _mesh() -> jax.sharding.Mesh:
 
 
 def _describe(model: ModelConfig, options: Options, mesh: jax.sharding.Mesh, settings: Settings) -> str:
-    """A run in a line."""
+    """Describe a run in one line."""
     kind = mesh.devices.flat[0].device_kind
     return (
         f"{model.parameters:,} parameters on {mesh.size} {kind} device{'s' * (mesh.size > 1)}, {options.layout!r}, "
@@ -250,7 +248,7 @@ def _describe(model: ModelConfig, options: Options, mesh: jax.sharding.Mesh, set
 
 @contextlib.contextmanager
 def _room(model: ModelConfig, options: Options, devices: int) -> Iterator[None]:
-    """Say what to do when the devices' memory is too small."""
+    """Turn an out-of-memory error into advice."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -259,14 +257,14 @@ def _room(model: ModelConfig, options: Options, devices: int) -> Iterator[None]:
         weights = room.weight_bytes(model, devices, options.dtype)
         cache = room.cache_bytes(model, devices, options.batch, options.capacity, options.dtype)
         raise UsageError(
-            f"The devices' memory is too small: on each of {devices} weights take about {gigabytes(weights)} and the "
-            f"cache {gigabytes(cache)}. Use more devices, a smaller --batch, --capacity or --chunk."
+            f"The devices' memory is too small: with {devices} devices, weights take about {gigabytes(weights)} per "
+            f"device and the cache {gigabytes(cache)}. Use more devices, or a smaller --batch, --capacity or --chunk."
         ) from error
 
 
 @contextlib.contextmanager
 def _lines(config: GenerateConfig, many: bool) -> Iterator[Any]:
-    """Where lines of JSON go, each when its batch is done; None if the text is shown instead."""
+    """Yield a function that writes one line of JSON, or None if the text is printed instead."""
     if jax.process_index() > 0:
         yield lambda row: None
     elif config.output is None:
@@ -285,28 +283,28 @@ def _lines(config: GenerateConfig, many: bool) -> Iterator[Any]:
 
 
 def import_model(config: ImportConfig) -> None:
-    """`striped import`."""
+    """Run `striped import`."""
     source = find(config.model)
     files.import_model(source, config.output, _mesh())
     print(f"{source.model.parameters:,} parameters: {config.output}", file=sys.stderr)
 
 
 def export_model(config: ExportConfig) -> None:
-    """`striped export`."""
+    """Run `striped export`."""
     source = find(config.model)
     tokenizer = config.tokenizer or _own_tokenizer(source)
     if tokenizer is not None and not tokenizer.is_file():
         raise UsageError(f"--tokenizer {tokenizer} is not a file. Give a Hugging Face tokenizer.json.")
     if tokenizer is not None and tokenizer.parent.resolve().is_relative_to(source.folder.resolve()):
-        for name in BESIDE:  # copied with it, so these must lie in the folder as well
+        for name in BESIDE:  # copied along with it, so they must lie in the folder too
             source.file(tokenizer.parent.resolve() / name)
     files.export_model(source, config.output, config.dtype, tokenizer, _mesh())
     print(f"{source.model.parameters:,} parameters, {config.dtype}: {config.output}", file=sys.stderr)
 
 
 def _own_tokenizer(source: Source) -> pathlib.Path | None:
-    """The tokenizer in the folder of a model, if there is one."""
+    """Return the tokenizer in a model's folder, or None."""
     try:
         return source.tokenizer
-    except NoTokenizer:  # an export can do without
+    except NoTokenizer:  # an export does not need one
         return None

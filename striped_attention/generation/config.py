@@ -1,4 +1,4 @@
-"""Config: every option of `striped generate`, `striped import` and `striped export`, once."""
+"""Config: the command-line options of `striped generate`, `striped import` and `striped export`."""
 
 import dataclasses
 import functools
@@ -35,87 +35,88 @@ Folder = Annotated[pathlib.Path, tyro.conf.arg(metavar="PATH")]
 
 @dataclasses.dataclass(frozen=True)
 class GenerateConfig:
-    """Generate text from a model. Prompts may be longer than one device can hold: all devices share the cache.
+    """Generate text from a model. Prompts may be longer than one device can hold: all devices share the KV cache.
 
-    The text that follows one prompt is shown as it is generated; of several prompts each gives one line of JSON.
+    With one prompt, the text is printed as it is generated; with --prompts or --output, each prompt gives one line of
+    JSON.
     """
 
     model: Folder
-    """Folder of a run of `striped train`, of what `striped import` wrote, or of a Hugging Face model (Llama, Mistral,
-    Qwen, Gemma 2 and 3, Phi-3 and 4, OLMo 2: config.json, safetensors, tokenizer.json)."""
+    """Folder of a `striped train` run, of a checkpoint from `striped import`, or of a Hugging Face model (Llama,
+    Mistral, Qwen, Gemma 2 and 3, Phi-3 and 4, OLMo 2: config.json, safetensors, tokenizer.json)."""
     prompt: Text = None
     """The prompt. Default: standard input."""
     prompts: Path = None
-    """A file of prompts: one per line, or a .jsonl with lines like {"prompt": "Once upon"}, whose further fields are
-    kept in the output, or with --chat {"messages": [{"role": "user", "content": "Hello"}]}."""
+    """A file of prompts: one per line, or a .jsonl with lines like {"prompt": "Once upon"} or, with --chat,
+    {"messages": [{"role": "user", "content": "Hello"}]}. Further fields of a line are copied to the output."""
     chat: bool = False
-    """Make each prompt the user's message of a conversation, in the model's own chat template. Without a prompt, on a
-    terminal: an interactive conversation, until an empty line."""
+    """Send each prompt as a user message, in the model's own chat template. Without a prompt, on a terminal: chat
+    interactively, until an empty line."""
     system: Text = None
-    """System message at the beginning of a conversation, with --chat."""
+    """System message at the beginning of each conversation; requires --chat."""
     save_cache: Path = None
-    """Save the cache of the prompt in this new file (safetensors), for --cache. There must be one prompt."""
+    """Save the KV cache of the prompt to this new file (safetensors), for --cache. Requires exactly one prompt."""
     cache: Path = None
-    """Go on from a file of --save-cache: prompts, which must begin with the text that was saved, are prefilled from
-    there on. The model, its weights and --dtype must be those of the file; devices and layout may be others."""
+    """Continue from a file of --save-cache. Prompts must begin with the saved text; only the rest is prefilled. The
+    model, its weights and --dtype must be those of the file; devices and layout may differ."""
     output: Path = None
-    """File for lines of JSON, one per prompt. Default: standard output for --prompts."""
+    """Write one line of JSON per prompt to this file. Default with --prompts: standard output."""
     max_tokens: Whole = None
-    """Generate at most this many tokens per prompt. Default: max_new_tokens of generation_config.json, else 256."""
+    """Maximum number of new tokens per prompt. Default: max_new_tokens of generation_config.json, else 256."""
     stop: Strings = ()
-    """End the text before this string, wherever it appears; may be given several times. Default: stop_strings of
-    generation_config.json."""
+    """Stop before this string when it appears in the generated text; may be given several times. Default: stop_strings
+    of generation_config.json."""
     temperature: Number = None
-    """0 takes the likeliest token every time; 1 samples from the model's probabilities; higher is more random. Default:
+    """0 always takes the most likely token; 1 samples from the model's distribution; higher is more random. Default:
     that of generation_config.json if its do_sample is true, else 0."""
     top_k: Whole = None
-    """Sample from this many of the likeliest tokens. Default: that of generation_config.json, else from all."""
+    """Sample from this many most likely tokens. Default: that of generation_config.json, else all tokens."""
     top_p: Number = None
-    """Sample from the fewest tokens whose probabilities add up to this. Default: that of generation_config.json, else
-    1: from all."""
+    """Sample from the smallest set of most likely tokens whose probabilities add up to this. Default: that of
+    generation_config.json, else 1 (all tokens)."""
     min_p: Number = None
-    """Sample from tokens at least this many times as likely as the likeliest. Default: that of generation_config.json,
-    else 0: from all."""
+    """Sample from tokens whose probability is at least this fraction of the highest one. Default: that of
+    generation_config.json, else 0 (all tokens)."""
     seed: int = 0
-    """Seed of sampling. The same seed gives the same text, whatever the batch."""
+    """Random seed for sampling. The same seed gives the same text, whatever --batch is."""
     logprobs: Count = None
-    """Add the log probability of every token to the lines of JSON, and of the N likeliest tokens in its place. They are
-    those of the model itself: before temperature, top-k, top-p and min-p, in float32."""
+    """Add the log probability of every generated token to the lines of JSON, and those of the N most likely tokens at
+    its position. They are the model's own, in float32, before temperature, top-k, top-p and min-p."""
     batch: int = 8
-    """Prompts at a time."""
+    """Prompts processed at a time."""
     capacity: Whole = None
-    """Tokens per sequence, prompt included, that the cache has room for. Default: as many as the prompts need; for an
-    interactive conversation 8192, or the model's length if that is less."""
+    """Cache capacity in tokens per sequence, prompt included. Default: the longest prompt and --max-tokens; for an
+    interactive conversation 8192, or the model's maximum length if that is less."""
     chunk: Whole = None
-    """Tokens of a prompt that are prefilled at a time. Default: as many as --memory allows."""
+    """Tokens per prompt that are prefilled at a time. Default: as many as --memory allows."""
     memory: float = 0.9
-    """The part of each device's memory that may be used. --chunk follows from it."""
+    """Fraction of each device's memory that may be used; it sets the default of --chunk."""
     tokenizer: Path = None
-    """A Hugging Face tokenizer.json. Default: the model's own; bytes if it was trained on bytes."""
+    """A Hugging Face tokenizer.json. Default: the model's own, or bytes if it was trained on bytes."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Data type of weights, cache and arithmetic."""
+    """Data type of weights, cache and computation."""
     layout: LayoutName = DEFAULT
-    """How tokens, and so the cache, are sharded over the devices. striped is balanced at every length."""
+    """How tokens, and with them the cache, are sharded over devices. striped is balanced at every length."""
     stripe: Whole = None
-    """Tokens per stripe. Default: 1 with the kernel cudnn, else a tile, or less where a device has few tokens."""
+    """Tokens per stripe. Default: 1 with the kernel cudnn, else one tile, or less where a device has few tokens."""
     strategy: str = AUTO
-    """How queries and keys of a prompt meet across devices: ring (keys travel), heads (each device takes all new tokens
-    for its share of the heads), gather (each device gathers all new keys), or groups of neighbours and a ring of
-    groups, like heads=2 or heads=2,inner=4 (a double ring). auto: what is planned to be the fastest of those that fit
-    in memory."""
+    """Sequence parallelism of prefill: ring (keys and values travel round a ring), heads (each device takes all new
+    tokens for its share of the heads), gather (each device gathers all new keys), or groups of neighbouring devices
+    and a ring of groups, like heads=2 or heads=2,inner=4 (a double ring). auto takes the strategy that is planned to
+    be the fastest of those that fit in memory."""
     kernel: str = "auto"
-    """Attention kernel for prompts: xla, cudnn (NVIDIA GPUs) or pallas_tpu (TPUs); auto takes the fastest that can."""
+    """Attention kernel for prefill: xla, cudnn (NVIDIA GPUs), pallas_tpu (TPUs) or auto (the fastest that works)."""
 
     cpu_devices: Whole = None
-    """Run on this many virtual CPU devices (of each process)."""
+    """Run on this many virtual CPU devices per process."""
     local_processes: Whole = None
-    """Start this many processes on this machine, connected like a cluster; each gets cores of its own."""
+    """Start this many processes on this machine, connected like a cluster; each gets its own CPU cores."""
     coordinator: Text = None
-    """Address host:port of process 0, where JAX does not find the others by itself."""
+    """Address host:port of process 0, for clusters that JAX does not detect by itself."""
     num_processes: Whole = None
-    """How many processes there are in all."""
+    """Total number of processes."""
     process_id: Whole = None
-    """Which of them this one is, from 0."""
+    """Index of this process, from 0."""
 
     def __post_init__(self) -> None:
         check_shared(self)
@@ -126,7 +127,9 @@ class GenerateConfig:
         if self.min_p is not None and self.min_p > 1:
             raise UsageError(f"--min-p must be at most 1; got {self.min_p}.")
         if not 0 < self.memory <= 1:
-            raise UsageError(f"--memory must be above 0 and at most 1, a part of a device's memory; got {self.memory}.")
+            raise UsageError(
+                f"--memory must be above 0 and at most 1, a fraction of a device's memory; got {self.memory}."
+            )
         if self.prompt is not None and self.prompts is not None:
             raise UsageError("--prompt and --prompts exclude each other: leave one of them out.")
         if self.system is not None and not self.chat:
@@ -140,25 +143,25 @@ class GenerateConfig:
             return
         if len(self.logprobs) > 1 or min(self.logprobs, default=0) < 0:
             numbers = " ".join(map(str, self.logprobs))
-            raise UsageError(f"--logprobs takes one number of alternatives, at least 0, or none; got {numbers}.")
+            raise UsageError(f"--logprobs takes at most one number, at least 0; got {numbers}.")
         if self.prompts is None and self.output is None:
-            raise UsageError("--logprobs are written in lines of JSON: give --output or --prompts.")
+            raise UsageError("--logprobs requires lines of JSON as output: give --output or --prompts.")
 
     @property
     def interactive(self) -> bool:
-        """Whether prompts are typed one after the other; see `command.with_prompt`."""
+        """Whether prompts are typed interactively; see `command.with_prompt`."""
         return self.chat and self.prompt is None and self.prompts is None
 
     @property
     def alternatives(self) -> int | None:
-        """How many of the likeliest tokens --logprobs asks for; None without --logprobs."""
+        """Number of most likely tokens that --logprobs asks for; None without --logprobs."""
         return None if self.logprobs is None else (*self.logprobs, 0)[0]
 
     def settle(
         self, model: ModelConfig, devices: int, batch: int, capacity: int, platform: str, kind: str
     ) -> tuple[Layout, Strategy]:
-        """The layout of prompts and cache, and the strategy of prefill; raises if the kernel cannot follow them."""
-        layers = [*model.kinds]  # those without a window first: they are what takes the time
+        """Return the layout of prompts and cache, and the prefill strategy. Raise if the kernel cannot do them."""
+        layers = [*model.kinds]  # layers without a window first: they take the most time
         of_layer = lambda layer: functools.partial(  # noqa: E731
             self._requests, layer, devices, batch, capacity, platform, kind
         )
@@ -187,8 +190,8 @@ class GenerateConfig:
     def _requests(
         self, model: ModelConfig, devices: int, batch: int, capacity: int, platform: str, kind: str, layout: Layout
     ) -> tuple[Request, Request]:
-        """What prefill asks of attention kernels: among new tokens, by a ring, and of new tokens to the cache."""
-        assert self.chunk is not None  # settled
+        """Return the kernel requests of prefill: among new tokens, by a ring, and of new tokens to the cache."""
+        assert self.chunk is not None  # set by `command`
         new = layout.padded_length(min(capacity, self.chunk), devices) // devices
         room = layout.padded_length(capacity, devices) // devices
         dtype = jnp.dtype(self.dtype)
@@ -209,23 +212,23 @@ class GenerateConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ImportConfig:
-    """Turn a Hugging Face model (Llama, Mistral, Qwen, Gemma, Phi, OLMo; safetensors) into a checkpoint of ours."""
+    """Convert a Hugging Face model (Llama, Mistral, Qwen, Gemma, Phi, OLMo; safetensors) to a `striped` checkpoint."""
 
     model: Folder
-    """The model's folder: config.json, safetensors, and tokenizer.json if it has one."""
+    """Folder of the model: config.json, safetensors, and tokenizer.json if it has one."""
     output: Folder
-    """A new folder for the checkpoint."""
+    """New folder for the checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExportConfig:
-    """Turn a checkpoint of `striped train` or `striped import` into a Hugging Face model."""
+    """Convert a checkpoint of `striped train` or `striped import` to a Hugging Face model."""
 
     model: Folder
-    """The run's folder; its newest checkpoint is taken."""
+    """Folder of the run; its newest checkpoint is exported."""
     output: Folder
-    """A new folder for config.json, safetensors and tokenizer.json."""
+    """New folder for config.json, safetensors and tokenizer.json."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of the weights in the files."""
     tokenizer: Path = None
-    """A tokenizer.json to put beside them. Default: the run's own, if it has one."""
+    """A tokenizer.json to include. Default: the run's own, if it has one."""

@@ -1,8 +1,8 @@
-"""Conversation: messages typed one by one, each answered as it comes.
+"""Conversation: interactive chat, one message per line.
 
-The cache is kept between turns. A turn's conversation is rendered as a whole, and if its tokens begin with those in the
-cache, only the rest is prefilled. If not, it begins anew, with what was saved if there is --cache: a template may drop
-earlier reasoning, and tokens that were generated may not be those that the tokenizer makes of their text.
+The cache is kept between turns. Every turn renders the whole conversation. If its tokens begin with those in the cache,
+only the rest is prefilled. If not, prefill starts again, from the saved cache if there is --cache: a template may drop
+earlier reasoning, and the tokenizer may split generated text into tokens other than those that were generated.
 """
 
 import sys
@@ -13,16 +13,16 @@ from striped_attention.generation.prompts import USER, Chat
 from striped_attention.generation.run import Answer, Run, show
 
 WHERE = "The conversation"
-CAPACITY = 8192  # tokens, if neither --capacity nor the model sets fewer
+CAPACITY = 8192  # tokens; the default of --capacity, unless the model's maximum length is less
 
 
 def check(chat: Chat) -> None:
-    """Raise, before weights are read, if the template refuses even the first message."""
+    """Raise if the template rejects even a first message; called before weights are read."""
     chat.tokens([*chat.system, {"role": USER, "content": "Hello"}], WHERE)
 
 
 def converse(run: Run, chat: Chat) -> None:
-    """Answer line after line, until the first empty one or the end of input."""
+    """Answer each line of input, until an empty line or the end of input."""
     messages: list[Message] = [*chat.system]
     cached: list[int] = []
     while line := _line():
@@ -32,13 +32,13 @@ def converse(run: Run, chat: Chat) -> None:
 
 
 def _turn(run: Run, chat: Chat, messages: list[Message], cached: list[int]) -> tuple[Answer, list[int]]:
-    """Answer the last message; returns the answer, and the tokens in the cache then, none if that is not known."""
+    """Answer the last message. Return the answer and the tokens now in the cache, an empty list if they are unknown."""
     tokens, engine = chat.tokens(messages, WHERE), run.engine
     room = engine.options.capacity - len(tokens)
     if room < 1:
         raise UsageError(
-            f"{WHERE} has {len(tokens)} tokens and does not fit in --capacity {engine.options.capacity}. Make that "
-            f"larger, or begin a new conversation."
+            f"{WHERE} has {len(tokens)} tokens and does not fit in --capacity {engine.options.capacity}. Increase "
+            f"--capacity, or start a new conversation."
         )
     extends = 0 < len(cached) < len(tokens) and tokens[: len(cached)] == cached
     if run.saved is not None:
@@ -47,7 +47,7 @@ def _turn(run: Run, chat: Chat, messages: list[Message], cached: list[int]) -> t
         cached = tokens[: run.begin()]
     run.prefill([tokens[len(cached) :]])
     (answer,) = run.decode([tokens], [0], min(run.settings.max_tokens, room), show)
-    if answer.finish == "stop":  # the engine may have gone on
+    if answer.finish == "stop":  # the engine may have decoded further
         return answer, []
     return answer, [*tokens, *answer.tokens]
 
@@ -59,4 +59,4 @@ def _line() -> str:
         print()
         return ""
     except UnicodeDecodeError as error:
-        raise UsageError(f"{sys.stdin.name} gave a line that is not UTF-8 text ({error}).") from error
+        raise UsageError(f"{sys.stdin.name} has a line that is not UTF-8 text ({error}).") from error

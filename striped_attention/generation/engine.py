@@ -1,10 +1,11 @@
-"""Engine: a model with a cache. It takes in sequences, any number of tokens at a time, and generates their next tokens.
+"""Engine: a model with a KV cache. It prefills sequences, any number of tokens at a time, and decodes the next tokens.
 
-    read      prefill: tokens of a prompt, or a further piece of it, into the cache
-    write     decode: the next tokens, sampled on the devices, a block of them at a time
+    read      prefill: write tokens of a prompt, or of a further chunk of it, to the cache
+    write     decode: generate the next tokens, sampled on the devices, a block at a time
 
-The devices run ahead of the host: while it looks at the tokens of one block they work on the next. If it does not want
-them, it shortens the sequences again: what is behind a sequence's end is not seen, and is overwritten later.
+The devices run ahead of the host: while the host looks at the tokens of one block, they compute the next. If the host
+does not want that block, it shortens the sequences again: entries past a sequence's end are masked and overwritten
+later.
 """
 
 import collections
@@ -24,19 +25,19 @@ from striped_attention.inference.cache import KVCache
 from striped_attention.models.llama import ModelConfig, Weights
 from striped_attention.models.stages import AXES
 
-Numbers = Sequence[Any] | np.ndarray  # whole ones
+Numbers = Sequence[Any] | np.ndarray  # integers
 
 
 class Engine:
-    """`batch` sequences that grow. `lengths` [batch] counts the tokens of each, those that were generated included.
+    """A model and a batch of growing sequences. `lengths` [batch] are their lengths in tokens, generated ones included.
 
-    `weights` are fused (`fuse`), or loaded as such (`load`).
+    `weights` are fused, as `fuse` and `load` return them.
     """
 
     def __init__(self, config: ModelConfig, weights: Weights, mesh: Mesh, options: Options) -> None:
         if mesh.shape[AXES.batch] > 1:
             raise ValueError(
-                f"An engine has all its devices on the axis {AXES.sequence}; got a mesh {dict(mesh.shape)}."
+                f"An engine needs all devices on the mesh axis {AXES.sequence}; got a mesh {dict(mesh.shape)}."
             )
         self.programs = Programs(config, mesh, options)
         self.config, self.mesh, self.options = self.programs.config, mesh, options
@@ -48,42 +49,42 @@ class Engine:
 
     @property
     def compiling(self) -> float:
-        """Seconds that were spent compiling."""
+        """Seconds spent compiling."""
         return self.programs.compiling
 
     @property
     def scores(self) -> jax.Array:
-        """Of all tokens, after the last one of every sequence that is in the cache: [batch, vocabulary]."""
+        """Logits after the last cached token of every sequence: [batch, vocabulary]."""
         return self._state.scores
 
     @property
     def caches(self) -> list[KVCache]:
-        """Each layer's cache."""
+        """One cache per layer."""
         return self.programs.with_entries(self._state.entries, self._state.lengths)
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of the weights."""
+        """Fingerprint of the weights."""
         return fingerprint(self.weights)
 
     def clear(self) -> None:
-        """Begin new sequences."""
+        """Start new, empty sequences."""
         self._state = self.programs.clear(self._state)
         self._turn += 1
         self._new_sequences()
 
     def begin(self, length: int, scores: np.ndarray, rows: Iterable[tuple[jax.Array, jax.Array]]) -> None:
-        """Begin new sequences with `length` tokens that are the same in all of them.
+        """Start new sequences that share the same first `length` tokens.
 
-        `scores` [vocabulary] are those after the last of them. `rows` are each layer's keys and values, as they lie in
-        the cache of one sequence: [1, kv_heads, capacity, head_dim].
+        `scores` [vocabulary] are the logits after the last of them. `rows` are each layer's keys and values, laid out
+        as in the cache of one sequence: [1, kv_heads, capacity, head_dim].
         """
         self.clear()
         self.check_room([length] * self.options.batch)
         batch, entries = self.options.batch, self._state.entries
         try:
             filled = tuple(self.programs.fill(*both) for both in zip(entries, rows, strict=True))
-        except BaseException:  # some of the old caches are gone
+        except BaseException:  # some of the old caches are already donated
             self._state = self.programs.empty()
             raise
         lengths = self._place(np.full(batch, length, np.int32))
@@ -92,20 +93,20 @@ class Engine:
 
     def _new_sequences(self) -> None:
         self.lengths = np.zeros(self.options.batch, np.int64)
-        self._waiting: list[list[int]] = [[] for _ in range(self.options.batch)]  # generated, but in no cache yet
+        self._waiting: list[list[int]] = [[] for _ in range(self.options.batch)]  # generated, but not yet in the cache
         self._ahead = False
 
     def check_room(self, new: Numbers) -> None:
-        """Raise unless every sequence has room for so many more tokens. One may be longer than a window's cache."""
+        """Raise unless sequence i has room for new[i] more tokens. Caches of windowed layers may be shorter."""
         for row, (has, more) in enumerate(zip(self.lengths, new, strict=True)):
             if has + more > self.options.capacity:
                 raise ValueError(
-                    f"Sequence {row} has {has} tokens, and {more} more do not fit in the cache's "
-                    f"{self.options.capacity}. Nothing was read. Make the cache larger, or the sequence shorter."
+                    f"Sequence {row} has {has} tokens; {more} more do not fit in the cache of "
+                    f"{self.options.capacity} tokens. Nothing was read. Increase the capacity, or shorten the sequence."
                 )
 
     def read(self, sequences: Sequence[Numbers] | np.ndarray, say: Callable[[int, int], None] | None = None) -> None:
-        """Take in further tokens of every sequence, of some perhaps none; `say(done, all)` is told after each chunk."""
+        """Prefill further tokens of every sequence (possibly none). Call `say(done, total)` after each chunk."""
         self._check_sequences(sequences)
         self._take_back()
         waiting = [np.array([*had, *more], np.int32) for had, more in zip(self._waiting, sequences, strict=True)]
@@ -121,19 +122,19 @@ class Engine:
     def _check_sequences(self, sequences: Sequence[Numbers] | np.ndarray) -> None:
         if len(sequences) != self.options.batch:
             raise ValueError(
-                f"An engine of {self.options.batch} sequences reads as many at a time; got {len(sequences)}."
+                f"An engine with a batch of {self.options.batch} must read as many sequences; got {len(sequences)}."
             )
         self.check_room([len(tokens) for tokens in sequences])
         for row, tokens in enumerate(sequences):
             if len(tokens) and not 0 <= min(tokens) <= max(tokens) < self.config.vocabulary:
                 raise ValueError(
                     f"Tokens must be at least 0 and below the vocabulary of {self.config.vocabulary}; sequence {row} "
-                    f"has {min(tokens)} to {max(tokens)}."
+                    f"has tokens from {min(tokens)} to {max(tokens)}."
                 )
 
     def _read_chunk(self, parts: list[np.ndarray]) -> None:
         layout, longest = self.options.layout, max(map(len, parts))
-        width = min(self.options.chunk, coarse(longest))  # of few sizes, for each is compiled
+        width = min(self.options.chunk, coarse(longest))  # one of few sizes, since each one is compiled
         new = layout.padded_length(max(width, self.devices), self.devices)
         tokens = np.zeros((len(parts), new), np.int32)
         for row, part in enumerate(parts):
@@ -151,16 +152,17 @@ class Engine:
         active: np.ndarray | None = None,
         logprobs: int | None = None,
     ) -> Iterator[Step]:
-        """Generate: yields a Step with a token of every sequence, `steps` times, or until each has had one of `stop`.
+        """Generate: yield one Step, a token per sequence, `steps` times or until each sequence has a token of `stop`.
 
-        A sequence that has ended, or is not `active`, gives NOBODY. `rows` are the sequences' numbers: samples depend
-        on them. With `logprobs` every step has the log probabilities of its tokens and of so many of the likeliest.
+        The token is NOBODY for a sequence that has ended or is not `active`. `rows` number the sequences: samples
+        depend on the number. With `logprobs`, steps have log probabilities of their tokens and of the `logprobs` most
+        likely ones.
         """
         batch = self.options.batch
         active = np.ones(batch, bool) if active is None else active
         if (self.lengths[active] == 0).any():
             raise ValueError(
-                f"A sequence goes on from at least one token; sequence {self.lengths.argmin()} has none. Read one."
+                f"A sequence must have at least one token to decode from; sequence {self.lengths.argmin()} has none."
             )
         self.check_room(steps * active)
         self._take_back()
@@ -178,19 +180,19 @@ class Engine:
                 self._waiting[row] = [int(tokens[row])]
             yield Step(tokens, likely)
             if self._turn != turn:
-                raise RuntimeError("The sequences went on elsewhere while tokens were generated. Generate from there.")
+                raise RuntimeError("The sequences were changed during generation. Call write again to continue.")
             self._ended |= ~alive | np.isin(tokens, stop)
             if self._ended.all():
                 return
 
     def end(self, row: int) -> None:
-        """Generate no more of a sequence, for a reason that the host alone knows; to be called between steps."""
+        """Stop generating a sequence, for a reason that only the host knows; call between steps."""
         self._ended[row] = True
 
     def _blocks(
         self, steps: int, sampling: Sampling, stop: tuple[int, ...], rows: Any, active: np.ndarray, top: int | None
     ) -> Iterator[tuple[np.ndarray, Logprobs | None]]:
-        """Every step's tokens and their log probabilities, while the next block is already on its way."""
+        """Yield every step's tokens and log probabilities, with the next block already running."""
         batch, programs = self.options.batch, self.programs
         numbers = self._place(np.arange(batch, dtype=np.int32) if rows is None else np.array(rows, np.int32))
         left = self._place(np.full(batch, steps, np.int32))
@@ -210,7 +212,7 @@ class Engine:
                 yield tokens[i], None if likely is None else Logprobs(*(x[i] for x in likely))
 
     def _take_back(self) -> None:
-        """Forget the tokens in the caches that the host has not seen or did not want."""
+        """Drop the tokens in the caches that the host has not seen or did not want."""
         self._turn += 1
         if self._ahead:
             cached = self.lengths - [len(tokens) for tokens in self._waiting]
@@ -218,7 +220,7 @@ class Engine:
             self._ahead = False
 
     def append(self, tokens: Numbers, active: np.ndarray | None = None) -> None:
-        """One more token of every sequence (that is `active`), for who chooses tokens elsewhere."""
+        """Append one token to every `active` sequence, for callers that choose tokens themselves."""
         active = np.ones(self.options.batch, bool) if active is None else active
         self.check_room(active)
         self._take_back()

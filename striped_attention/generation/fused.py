@@ -1,14 +1,14 @@
-"""Fused: a model's weights as generation has them.
+"""Fused: a model's weights in the layout used for generation.
 
-Decoding a token takes as long as reading every weight once. So each layer has four matrices, stored [outputs, inputs],
-which a GPU multiplies with one vector at the speed of its memory, and which a few short messages suffice for:
+Decoding a token takes as long as reading every weight once. So each layer has four matrices, stored [outputs, inputs].
+A GPU multiplies them with one vector at the speed of its memory, and sharded they need only a few short messages:
 
-    qkv        [(heads + 2 kv_heads) · head_dim, dim]    split over devices by outputs: products are gathered
-    output     [dim, heads · head_dim]                   by inputs: products are added up
-    gate_up    [devices, 2, ffn / devices, dim]          by outputs, the same ones of gate and up on a device: nothing
-    down       [dim, ffn]                                by inputs: products are added up
+    qkv        [(heads + 2 kv_heads) · head_dim, dim]    sharded by outputs; products are all-gathered
+    output     [dim, heads · head_dim]                   by inputs; products are summed (all-reduce)
+    gate_up    [devices, 2, ffn / devices, dim]          by outputs, the same rows of gate and up; no communication
+    down       [dim, ffn]                                by inputs; products are summed (all-reduce)
 
-A dimension that the devices do not divide is not split: such a weight lies on all of them.
+A weight is replicated if the number of devices does not divide the dimension to be sharded.
 """
 
 import functools
@@ -26,12 +26,12 @@ from striped_attention.models.stages import AXES
 
 P = PartitionSpec
 
-# The dimension of a weight that is split over the devices; the others lie everywhere.
+# The sharded dimension of each weight; other weights are replicated.
 SPLIT = {"embedding": 0, "unembedding": 1, "qkv": 0, "output": 1, "gate_up": 0, "down": 1}
 
 
 def fused_shapes(config: ModelConfig, mesh: Mesh, dtype: Any) -> Weights:
-    """The shapes of fused weights, and how they lie on a mesh."""
+    """Return the shapes and shardings of fused weights on a mesh."""
 
     def one(name: str, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
         dimension = SPLIT.get(name)
@@ -47,9 +47,9 @@ def fused_shapes(config: ModelConfig, mesh: Mesh, dtype: Any) -> Weights:
 
 
 def fuse(config: ModelConfig, mesh: Mesh, weights: Weights) -> Weights:
-    """The fused weights of those that lie as `ModelConfig.layer_specs` says.
+    """Fuse weights that are sharded as `ModelConfig.layer_specs`.
 
-    Layers are taken out of `weights`, one at a time, so that no other is there twice.
+    Layers are taken out of `weights` one at a time, so memory holds at most one layer twice.
     """
     placed = jax.tree.map(lambda x: x.sharding, fused_shapes(config, mesh, jnp.float32))
     layers: list[Weights] = []
@@ -61,7 +61,7 @@ def fuse(config: ModelConfig, mesh: Mesh, weights: Weights) -> Weights:
 
 
 def fuse_layer(config: ModelConfig, devices: int, layer: Weights) -> Weights:
-    """One layer's weights, fused for that many devices; norms stay as they are."""
+    """Fuse one layer's weights for `devices` devices; norms stay as they are."""
     layer = dict(layer)
     take = lambda *names: [layer.pop(name) for name in names]  # noqa: E731
     fused = {"qkv": jnp.concatenate([x.reshape(config.dim, -1) for x in take("query", "key", "value")], axis=1).T}
@@ -74,7 +74,7 @@ def fuse_layer(config: ModelConfig, devices: int, layer: Weights) -> Weights:
 
 
 def fingerprint(weights: Weights) -> str:
-    """Of fused weights; it changes with any of them, and is the same on any number of devices."""
+    """Return a hash of fused weights that does not depend on the number of devices."""
     layers = weights["layers"]
     numbers = [_numbers({name: x for name, x in weights.items() if name != "layers"}), *map(_numbers, layers)]
     said = jax.tree.map(int, jax.device_get(numbers))
@@ -83,12 +83,12 @@ def fingerprint(weights: Weights) -> str:
 
 @jax.jit
 def _numbers(weights: Weights) -> dict[str, jax.Array]:
-    """A checksum of each, of its bits and where they are."""
+    """Return a checksum of each weight, over its bits and their positions."""
     return {name: _number(x, name == "gate_up") for name, x in weights.items()}
 
 
 def _number(x: jax.Array, parts: bool) -> jax.Array:
-    """Of the bits, each times an odd number of its own. `parts` are rows that were dealt to devices, as of gate_up."""
+    """Return the sum of all elements' bits times position-dependent odd factors. `parts`: x is laid out as gate_up."""
     places = [lax.broadcasted_iota(jnp.uint32, x.shape, dimension) for dimension in range(x.ndim)]
     if parts:
         devices, gate_or_up, row, column = places

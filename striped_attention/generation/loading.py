@@ -1,8 +1,8 @@
-"""Loading: the weights of a source on a mesh, fused and in the dtype of generation.
+"""Loading: read weights onto a mesh, fused and in the dtype of generation.
 
-Hugging Face's matrices are [outputs, inputs], as fused ones are. So every device's part is copied out of memory-mapped
-files as it lies there, one part after the other; no process ever holds a whole copy. Checkpoints hold float32, all
-layers of a weight stacked, which are cut apart and fused on the devices.
+Hugging Face matrices are [outputs, inputs], like fused ones. So each device's shard is copied out of memory-mapped
+files without a transpose, one after the other; no process ever holds a whole copy. Checkpoints hold float32 weights
+with all layers stacked; these are unstacked and fused on the devices.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Index = tuple[slice, ...]
 
 
 def load(source: Source, mesh: Mesh, dtype: Any, say: Say | None = None) -> Weights:
-    """The fused weights of a source. `say` is told how many numbers of how many were read."""
+    """Return the fused weights of a source. `say(done, total)` is called with the number of parameters read."""
     if source.step is not None:
         return fuse(source.model, mesh, _unstacked(source.model, read_stacked(source, mesh), mesh, dtype))
     shapes, done = fused_shapes(source.model, mesh, dtype), 0
@@ -45,13 +45,13 @@ def load(source: Source, mesh: Mesh, dtype: Any, say: Say | None = None) -> Weig
 
 
 class _Readers:
-    """Functions that fill in a part of a fused weight from a model's files."""
+    """Functions that fill shards of fused weights from a model's files."""
 
     def __init__(self, config: ModelConfig, files: Files) -> None:
         self.config, self.files = config, files
 
     def of(self, name: str, layer: int | None) -> Callable[[Index, np.ndarray], None]:
-        """The function for one weight of one layer."""
+        """Return the function for one weight of one layer."""
 
         def read(index: Index, into: np.ndarray) -> None:
             if name == "qkv":
@@ -69,7 +69,7 @@ class _Readers:
         return read
 
     def _qkv(self, layer: int | None, rows: slice, into: np.ndarray) -> None:
-        """Some rows of queries, keys and values, one after the other."""
+        """Read rows of the concatenated query, key and value matrices."""
         config, (start, stop), first = self.config, _bounds(rows, len(into)), 0
         for name, heads in (("query", config.heads), ("key", config.kv_heads), ("value", config.kv_heads)):
             low, high = max(start - first, 0), min(stop - first, heads * config.head_dim)
@@ -77,7 +77,7 @@ class _Readers:
                 begin = low // config.head_dim
                 index = slice(None), slice(begin, -(-high // config.head_dim)), slice(None)
                 part = self.files.part(name, layer, index)
-                flat = part.reshape(len(part), -1).T  # heads come whole
+                flat = part.reshape(len(part), -1).T  # files are read in whole heads
                 _copy(
                     into[first + low - start : first + high - start],
                     flat[low - begin * config.head_dim :][: high - low],
@@ -93,7 +93,7 @@ class _Readers:
                 _copy(into[number - start, i], self.files.part(name, layer, index).T)
 
     def _inputs(self, name: str, layer: int | None, start: int, stop: int) -> np.ndarray:
-        """Columns of a matrix [outputs, inputs]; heads, where inputs are such, come whole."""
+        """Read columns of a matrix [outputs, inputs]; of attention's output matrix, files are read in whole heads."""
         if name == "down":
             return self.files.part(name, layer, (slice(start, stop), slice(None))).T
         width = self.config.head_dim
@@ -106,7 +106,7 @@ class _Readers:
 
 
 def _bounds(part: slice, size: int) -> tuple[int, int]:
-    """Where a part of so many numbers begins and ends."""
+    """Return the start and end of a slice of `size` elements."""
     start = part.start or 0
     return start, start + size
 
@@ -116,7 +116,7 @@ def _copy(into: np.ndarray, array: np.ndarray) -> None:
 
 
 def _unstacked(config: ModelConfig, stacked: Weights, mesh: Mesh, dtype: Any) -> Weights:
-    """A checkpoint's weights, each layer's by themselves."""
+    """Split a checkpoint's stacked weights into layers."""
     specs = config.layer_specs(mesh.size)
 
     def unstack(name: str) -> list[Any]:

@@ -2,12 +2,11 @@
 
     embed, layer, scores     prefill, a chunk of tokens at a time: the training path, layer by layer
     feed                     one more token of every sequence, through the whole model
-    first                    the first new tokens, sampled from the scores that prefill left
-    block                    several times: feed the newest tokens, sample the next ones
+    first                    the first new tokens, sampled from the logits that prefill left
+    block                    several decoding steps: feed the newest tokens, sample the next ones
 
-A block samples, notices which sequences have ended and goes on by itself, so the host is asked nothing between its
-tokens. In `feed` activations lie on every device and are small; weights and caches stay where they are, split over the
-devices, and what travels is a few thousand numbers a layer (`fused`).
+A block samples, detects which sequences have ended and continues without the host. In `feed`, activations are small and
+replicated; weights and caches stay sharded, and a few thousand values per layer travel between devices (`fused`).
 """
 
 import dataclasses
@@ -42,15 +41,15 @@ from striped_attention.strategies.strategy import AUTO, Strategy
 
 P = PartitionSpec
 EVERYWHERE = P()
-BLOCK = 16  # tokens of a block on accelerators, where launching a program costs as much as a small model's token
+BLOCK = 16  # tokens per block on accelerators, where a program launch costs as much as a token of a small model
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """How a model is run: sequences at a time, tokens that each may have, and tokens of a prompt at a time.
+    """How a model is run: `batch` sequences of up to `capacity` tokens, prefilled in chunks of `chunk` tokens.
 
-    `block` is how many tokens one program decodes; None means 16, and 1 on CPUs, where tokens are slow and launches
-    are not.
+    `block` is the number of tokens per sequence that one program decodes. None means 16, or 1 on CPUs, where launches
+    are cheap compared to tokens.
     """
 
     layout: Layout
@@ -68,22 +67,22 @@ class Options:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What is on the devices: each layer's keys and values, [batch] lengths of all caches, and the scores of all tokens
-    after the last one that the caches have."""
+    """State on the devices: each layer's keys and values, [batch] cached lengths, and [batch, vocabulary] logits after
+    the last cached token."""
 
     entries: Any
     lengths: Any
     scores: Any
 
     def of_lengths(self, lengths: Any) -> "State":
-        """The same with sequences of other lengths."""
+        """Return the same state with other sequence lengths."""
         return dataclasses.replace(self, lengths=lengths)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Newest:
-    """Of every sequence, [batch] each: the newest token, whether it goes on, and how many more tokens it may have."""
+    """For every sequence, [batch] each: the newest token, whether it continues, and how many tokens it has left."""
 
     tokens: Any
     active: Any
@@ -91,13 +90,13 @@ class Newest:
 
 
 class Programs:
-    """The programs of one model on one mesh, for one set of options. `compiling` adds up seconds.
+    """The programs of one model on one mesh, for one set of options. `compiling` counts seconds spent compiling.
 
-    `weights`, `caches` and `state` are the shapes and shardings of what the programs take.
+    `weights`, `caches` and `state` are the shapes and shardings of the programs' arguments.
     """
 
     def __init__(self, config: ModelConfig, mesh: Mesh, options: Options) -> None:
-        # Longrope's factors follow from the longest that a sequence may become: keys stay as they are once rotated.
+        # Longrope's factors depend on the maximum length: cached keys are already rotated and cannot change later.
         self.config, self.mesh, self.options = config.at_length(options.capacity), mesh, options
         self.layers = [self.config.layer(i) for i in range(config.layers)]
         self.devices = mesh.shape[AXES.sequence]
@@ -110,7 +109,7 @@ class Programs:
         self._compiled: dict[Any, Any] = {}
 
     def _cache(self, layer: ModelConfig) -> KVCache:
-        """The shapes of a layer's cache. Blocks run ahead of the host by two, and it may take their tokens back."""
+        """Return the shapes of a layer's cache, with room for two blocks ahead of the host, which it may drop."""
         options = self.options
         return KVCache.shapes(
             *(options.batch, options.capacity, layer.kv_heads, layer.head_dim),
@@ -124,34 +123,34 @@ class Programs:
 
     @property
     def state(self) -> State:
-        """The shapes and shardings of the state."""
+        """Shapes and shardings of the state."""
         everywhere = functools.partial(jax.ShapeDtypeStruct, sharding=NamedSharding(self.mesh, EVERYWHERE))
         batch, vocabulary = self.options.batch, self.config.vocabulary
         entries = tuple((cache.key, cache.value) for cache in self.caches)
         return State(entries, everywhere((batch,), jnp.int32), everywhere((batch, vocabulary), jnp.float32))
 
     def with_entries(self, entries: Any, lengths: Any) -> list[KVCache]:
-        """Caches of their parts."""
+        """Return caches with these keys, values and lengths."""
         parts = zip(self.caches, entries, strict=True)
         return [dataclasses.replace(cache, key=key, value=value, lengths=lengths) for cache, (key, value) in parts]
 
     def empty(self) -> State:
-        """A state of sequences without a token."""
+        """Return the state of empty sequences."""
         zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.state)  # noqa: E731
         return self.run("empty", zeros, (), self._shardings(self.state))
 
     def clear(self, state: State) -> State:
-        """The same in the memory of an old state."""
+        """Return the state of empty sequences, in the memory of an old state."""
         zeros = functools.partial(jax.tree.map, jnp.zeros_like)
         return self.run("clear", zeros, (state,), self._shardings(state), donate=(0,))
 
     def fill(self, entry: Any, row: Any) -> Any:
-        """A layer's keys and values, of every sequence those of one, [1, kv_heads, capacity, dim] each."""
+        """Fill a layer's cache: every sequence gets the keys and values in `row`, [1, kv_heads, capacity, dim] each."""
         write = functools.partial(jax.tree.map, lambda x, new: x.at[:].set(new))
         return self.run(("fill", entry[0].shape), write, (entry, row), self._shardings(entry), donate=(0,))
 
     def prefill(self, weights: Weights, state: State, tokens: jax.Array, counts: jax.Array) -> State:
-        """The state with more tokens of every sequence, [batch, new] in layout order, of which `counts` are real."""
+        """Append [batch, new] tokens in layout order to the state; `counts` [batch] are real, the rest padding."""
         new, last = tokens.shape[1], {name: weights[name] for name in self.config.last}
         split, everywhere = NamedSharding(self.mesh, AXES.tokens), NamedSharding(self.mesh, EVERYWHERE)
         x = self.run(("embed", new), self._embed, (weights["embedding"], tokens), split)
@@ -168,7 +167,7 @@ class Programs:
         return State(tuple(entries), lengths, scores)
 
     def feed(self, weights: Weights, state: State, tokens: jax.Array, active: jax.Array) -> State:
-        """The state with one more token of the sequences that are active."""
+        """Append one token to the active sequences of the state."""
         return self.run("token", self._feed, (weights, state, tokens, active), self._shardings(state), donate=(1,))
 
     def first(
@@ -181,7 +180,7 @@ class Programs:
         active: jax.Array,
         left: jax.Array,
     ) -> tuple[Newest, Any]:
-        """A block of one: the first new tokens of the active sequences, from the scores. `rows` number sequences."""
+        """Sample the first new token of each active sequence: a block of one step. `rows` number the sequences."""
 
         def sample(scores: Any, lengths: Any, rows: Any, active: Any, left: Any) -> Any:
             newest, out = _sample(sampling, stop, top, scores, lengths, rows, active, left)
@@ -200,13 +199,13 @@ class Programs:
         rows: jax.Array,
         keep: jax.Array,
     ) -> tuple[State, Newest, Any]:
-        """A block: the next tokens of those sequences that go on, as far as the host does `keep` [batch] them."""
+        """Run one block: the next tokens of sequences that continue and that the host `keep`s [batch]."""
         shardings, name = (self._shardings(state), None, None), ("block", sampling, stop, top)
         block = self.loop(sampling, stop, top)
         return self.run(name, block, (weights, state, newest, rows, keep), shardings, donate=(1,))
 
     def loop(self, sampling: Sampling, stop: tuple[int, ...], top: int | None) -> Callable[..., Any]:
-        """What a block computes. Its steps are counted beforehand, so a GPU goes through them without the host."""
+        """Return the function of a block. Its number of steps is static, so a GPU runs them without the host."""
 
         def block(weights: Weights, state: State, newest: Newest, rows: Any, keep: Any) -> Any:
             def step(carry: Any, _: None) -> Any:
@@ -259,7 +258,7 @@ class Programs:
         return self._shard_map(shard, in_specs, out_specs)(weights, x, entry, lengths, counts)
 
     def _prefill_scores(self, weights: Weights, x: Any, counts: Any, lengths: Any, scores: Any) -> Any:
-        """The new lengths, and the scores after the last new token; of a sequence that has none the old ones."""
+        """Return new lengths, and logits after the last new token, or the old ones for sequences without new tokens."""
         new, layout = x.shape[1], self.options.layout
 
         def shard(x: Any, counts: Any) -> Any:
@@ -290,14 +289,14 @@ class Programs:
         return State(tuple(entries), state.lengths + counts, scores)
 
     def _whole(self, x: Any, split: PartitionSpec = EVERYWHERE) -> Any:
-        """A product on all devices. Of a weight that is `split` by outputs the product is, too, until it is gathered:
-        left alone, XLA may gather the weight."""
+        """Replicate a product. The product of a weight `split` by outputs is first constrained to be split likewise:
+        otherwise XLA may gather the weight."""
         if split != EVERYWHERE:
             x = lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(None, None, AXES.everything)))
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, EVERYWHERE))
 
     def _rows(self, embedding: Any, tokens: Any) -> Any:
-        """The embedding's rows of some tokens. Each comes from the device that has it; XLA would gather them all."""
+        """Look up tokens in a sharded embedding. Each row comes from its own device; XLA would gather the embedding."""
         spec = self.specs["embedding"]
         if spec == EVERYWHERE:
             return embedding[tokens]
@@ -310,7 +309,7 @@ class Programs:
         return self._shard_map(shard, (spec, EVERYWHERE), EVERYWHERE)(embedding, tokens)
 
     def run(self, name: Any, function: Callable[..., Any], arguments: Any, shardings: Any, donate: Any = ()) -> Any:
-        """Call a function, compiled at the first call of that name. Without `shardings` results lie everywhere."""
+        """Call a function, compiled at the first call under that name. Results without a sharding are replicated."""
         if name not in self._compiled:
             begun = time.perf_counter()
             everywhere = NamedSharding(self.mesh, EVERYWHERE)
@@ -321,7 +320,7 @@ class Programs:
         return self._compiled[name](*arguments)
 
     def text(self, name: Any) -> str:
-        """The text of a compiled program that has run."""
+        """Return the HLO text of a compiled program that has run."""
         return self._compiled[name].as_text()
 
     def _shardings(self, arrays: Any) -> Any:
@@ -341,7 +340,7 @@ def _sample(
     active: Any,
     left: Any,
 ) -> tuple[Newest, Any]:
-    """The next tokens of the active sequences, NOBODY of others, with log probabilities if `top` is given."""
+    """Sample the next tokens of active sequences, NOBODY for others, with log probabilities if `top` is given."""
     tokens = choose(sampling, scores, rows, lengths)
     likely = None if top is None else logprobs(scores, tokens, top)
     left = left - active.astype(jnp.int32)

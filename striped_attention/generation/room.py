@@ -1,11 +1,11 @@
-"""Room: how long caches are, and how many tokens of a prompt are prefilled at a time.
+"""Room: sizes of caches and of prefill chunks.
 
-Programs are compiled for sizes, and compiled programs are kept between runs. So sizes are rounded up to few different
-ones, four from each power of two to the next: 4096, 5120, 6144, 7168, 8192. The larger the chunks of a prompt, the
-busier the devices, and the more memory they take, mostly for attention of all new tokens to what is in the caches:
+Programs are compiled for fixed sizes and kept between runs. So sizes are rounded up to a few values, four per power of
+two: 4096, 5120, 6144, 7168, 8192. Larger chunks keep the devices busier and take more memory, mostly for attention of
+new tokens to the caches:
 
-    per device, of every new token    its query, in whichever dtype, and a float32 result; what is local besides
-    besides                           one layer's weights, its caches as kernels want them, a stage's activations
+    per new token, on every device    its query in `dtype` and a float32 result, and the device's share of activations
+    per chunk                         one layer's weights, its caches as kernels need them, a stage's activations
 """
 
 import math
@@ -15,35 +15,35 @@ import jax.numpy as jnp
 
 from striped_attention.models.llama import ModelConfig
 
-LEAST, LARGEST = 1024, 65_536  # tokens of a chunk, per device the latter
-STAGE = 8192  # tokens of all sequences that a stage takes at a time
+LEAST, LARGEST = 1024, 65_536  # tokens of a chunk: in all, and per device
+STAGE = 8192  # tokens of all sequences that a stage processes at a time
 
 
 def coarse(size: int) -> int:
-    """The next of few sizes: at most a quarter larger, or up to 64 the next power of two."""
+    """Round up to one of a few sizes: at most a quarter larger; up to 64, the next power of two."""
     power = 1 << (size - 1).bit_length()
     step = power // 8 if size > 64 else power
     return -(-size // step) * step
 
 
 def stage_chunk(batch: int) -> int:
-    """Tokens per sequence that a stage takes at a time."""
+    """Return the number of tokens per sequence that a stage processes at a time."""
     return max(STAGE // batch, 256)
 
 
 def weight_bytes(config: ModelConfig, devices: int, dtype: Any) -> int:
-    """Of a device, about."""
+    """Estimate the bytes of weights per device."""
     return config.parameters * jnp.dtype(dtype).itemsize // devices
 
 
 def cache_bytes(config: ModelConfig, devices: int, batch: int, capacity: int, dtype: Any) -> int:
-    """Of a device, all layers."""
+    """Return the bytes of all layers' caches per device."""
     kept = sum(min(capacity, layer.window or capacity) * number for layer, number in config.kinds.items())
     return 2 * batch * kept * config.kv_heads * config.head_dim * jnp.dtype(dtype).itemsize // devices
 
 
 def prefill_bytes(config: ModelConfig, devices: int, batch: int, capacity: int, chunk: int, dtype: Any) -> int:
-    """What prefill of a chunk takes on a device besides weights and caches, about."""
+    """Estimate the bytes per device that prefill of a chunk takes besides weights and caches."""
     width, tokens = jnp.dtype(dtype).itemsize, batch * chunk
     queries = config.heads * config.head_dim
     everybody = tokens * queries * (2 * width + 6)
@@ -58,7 +58,7 @@ def prefill_bytes(config: ModelConfig, devices: int, batch: int, capacity: int, 
 def prefill_chunk(
     config: ModelConfig, devices: int, batch: int, capacity: int, longest: int, dtype: Any, budget: float
 ) -> int:
-    """Tokens per sequence that are prefilled at a time: as many as `budget` bytes per device allow."""
+    """Return the largest chunk, in tokens per sequence, whose prefill fits in `budget` bytes per device."""
     fixed = weight_bytes(config, devices, dtype) + cache_bytes(config, devices, batch, capacity, dtype)
     chunk = 1 << math.ceil(math.log2(max(min(longest, LARGEST * devices), LEAST)))
     while chunk > LEAST and fixed + prefill_bytes(config, devices, batch, capacity, chunk, dtype) > budget:

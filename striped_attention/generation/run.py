@@ -1,9 +1,9 @@
-"""Run: batches of prompts through an engine, with the clock running. Answers grow token by token.
+"""Run: run batches of prompts through an engine, build answers token by token and measure speed.
 
-What ends an answer, and what its line of JSON calls it:
+The reasons why an answer ends, as `finish` in its line of JSON:
 
-    end       one of the model's end tokens, which the engine knows
-    stop      a stop string: they are text, so they are found here, on the host
+    end       one of the model's end tokens, detected by the engine
+    stop      a stop string, found in the text on the host
     length    --max-tokens
 """
 
@@ -26,7 +26,7 @@ from striped_attention.generation.settings import Settings
 from striped_attention.generation.stops import StopStrings
 from striped_attention.generation.text import Bytes, Tokenizer
 
-# What lines of JSON say, and what they say with --logprobs.
+# Fields of the lines of JSON, and those added by --logprobs.
 RESULTS = ("number", "text", "tokens", "finish", "prompt_tokens", "new_tokens")
 LOGPROBS = ("logprobs", "top_logprobs")
 
@@ -36,7 +36,7 @@ class Ends:
 
     def __init__(self, tokens: Sequence[int], strings: Sequence[str], encoder: Bytes | Tokenizer) -> None:
         self.tokens, self.strings = tokens, strings
-        # Special tokens are never shown, so as text they would never be found.
+        # Special tokens are never shown as text, so they are matched as tokens.
         self.named = [number for text in strings if (number := encoder.special(text)) is not None]
 
     @property
@@ -45,7 +45,7 @@ class Ends:
 
 
 class Answer:
-    """What was generated after one prompt. `finish` says how it ended, None as long as it goes on."""
+    """The text and tokens generated for one prompt. `finish` is the reason why it ended, None until then."""
 
     def __init__(self, stream: Any, ends: Ends) -> None:
         self._stream, self._ends, self._stops = stream, ends, StopStrings(ends.strings)
@@ -56,7 +56,7 @@ class Answer:
         self.finish: str | None = None
 
     def add(self, step: Step, row: int) -> str:
-        """Take this sequence's token of a step; returns the text that can be shown."""
+        """Add this sequence's token of a step. Return the text that can be shown."""
         token = int(step.tokens[row])
         if self.finish is not None or token == NOBODY:
             return ""
@@ -73,7 +73,7 @@ class Answer:
         return self._show(self._stream.add(token))
 
     def close(self) -> str:
-        """No more tokens follow; returns the rest of the text."""
+        """End the answer, as no more tokens follow. Return the rest of the text."""
         return "" if self.finish is not None else self._end("length")
 
     def _end(self, how: str) -> str:
@@ -92,9 +92,9 @@ class Answer:
 
 
 class Run:
-    """Batch after batch through one engine. `alternatives` are the likeliest tokens asked for; None: no logprobs.
+    """Runs batch after batch through one engine.
 
-    With `saved`, all prompts begin with its tokens.
+    `alternatives` is the N of --logprobs, None for no log probabilities. With `saved`, prompts begin with its tokens.
     """
 
     def __init__(
@@ -115,20 +115,20 @@ class Run:
         self.prefilled = self.prefill_seconds = self.decoded = self.steps = self.decode_seconds = 0.0
 
     def batch(self, numbers: range, prompts: list[Prompt], tokens: list[list[int]], out: Any) -> None:
-        """Answer some prompts. With `out` each gives a line of JSON, without one the text of the first is shown."""
+        """Answer some prompts. Write a line of JSON for each with `out`, or else print the text of the first."""
         done = self.begin()
         self.prefill([row[done:] for row in tokens])
         self.answer(numbers, prompts, tokens, out)
 
     def answer(self, numbers: range, prompts: list[Prompt], tokens: list[list[int]], out: Any) -> None:
-        """Answer prompts that were prefilled."""
+        """Answer prompts that are already prefilled."""
         answers = self.decode(tokens, numbers, self.settings.max_tokens, show if out is None else None)
         if out is not None:
             for number, prompt, row, answer in zip(numbers, prompts, tokens, answers, strict=True):
                 out(self._line(number + 1, prompt, len(row), answer))
 
     def keep(self, path: pathlib.Path, opening: list[int], prompt: list[int]) -> None:
-        """Prefill one prompt, and save the cache of its opening on the way."""
+        """Prefill one prompt, and save the cache of its `opening` tokens on the way."""
         done = self.begin()
         self.prefill([opening[done:]])
         with progress(self.console, "saving the cache", "layers") as say:
@@ -137,7 +137,7 @@ class Run:
         self.prefill([prompt[len(opening) :]])
 
     def begin(self) -> int:
-        """New sequences; returns how many tokens are in the caches already, saved ones."""
+        """Start new sequences. Return the number of tokens already cached, from a saved cache."""
         if self.saved is None:
             self.engine.clear()
             return 0
@@ -146,7 +146,7 @@ class Run:
         return len(self.saved.tokens)
 
     def prefill(self, tokens: list[list[int]]) -> None:
-        """Put tokens into the cache; rows of the engine that have no prompt get a token that is ignored."""
+        """Prefill tokens. Rows of the engine without a prompt get one token that is ignored."""
         missing = self.engine.options.batch - len(tokens)
         with self._clock() as clock, progress(self.console, "prefill", "tokens") as say:
             self.engine.read([*tokens, *[tokens[0][:1]] * missing], say)
@@ -156,7 +156,7 @@ class Run:
     def decode(
         self, prompts: list[list[int]], numbers: Sequence[int], most: int, say: Callable[[str], None] | None
     ) -> list[Answer]:
-        """Generate after what was prefilled, `most` tokens at most; `say` is given the first one's text as it grows."""
+        """Generate up to `most` tokens after the prefilled ones. `say` receives the first answer's text as it grows."""
         answers = [Answer(self.encoder.stream(prompt), self.ends) for prompt in prompts]
         batch = self.engine.options.batch
         rows, active = [*numbers, *[0] * (batch - len(answers))], np.arange(batch) < len(answers)
@@ -190,7 +190,7 @@ class Run:
 
     @contextlib.contextmanager
     def _clock(self) -> Iterator[dict[str, float]]:
-        """Seconds until everything is done, compiling left out."""
+        """Measure seconds until the devices are done, without compiling."""
         clock: dict[str, float] = {}
         begun, compiled = time.perf_counter(), self.engine.compiling
         yield clock
@@ -198,20 +198,20 @@ class Run:
         clock["seconds"] = time.perf_counter() - begun - (self.engine.compiling - compiled)
 
     def speed(self) -> str:
-        """How fast it went, in a line."""
+        """Report the speed in one line."""
         if not self.steps:
             return "nothing was generated"
         return (
             f"prefill {self.prefilled:,.0f} tokens, {self.prefilled / self.prefill_seconds:,.0f} tokens/s; decode "
             f"{self.decoded:,.0f} tokens, {self.decoded / self.decode_seconds:,.1f} tokens/s, "
             f"{1e3 * self.decode_seconds / self.steps:,.1f} ms per step; first token after {self.first_token:,.1f} s "
-            f"(until weights were loaded {self.loading:,.1f} s; compiling in all {self.engine.compiling:,.1f} s)"
+            f"(weights loaded after {self.loading:,.1f} s; compiling {self.engine.compiling:,.1f} s in total)"
         )
 
 
 @contextlib.contextmanager
 def progress(console: rich.console.Console, what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar as long as something takes, moved by a function of how much of how much is done."""
+    """Show a progress bar; yields a function `say(done, total)` that moves it."""
     columns = (
         *(rich.progress.TextColumn(what), rich.progress.BarColumn(), rich.progress.TaskProgressColumn()),
         rich.progress.TextColumn("{task.completed:,.0f} of {task.total:,.0f} " + unit),

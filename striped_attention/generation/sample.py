@@ -1,4 +1,4 @@
-"""Sample: from the scores of all tokens to one of them, and how likely it was."""
+"""Sample: choose tokens from logits, and compute their log probabilities."""
 
 import dataclasses
 import math
@@ -9,15 +9,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-NOBODY = -1  # instead of the token of a sequence that has ended
+NOBODY = -1  # in place of a token, for a sequence that has ended
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen: the likeliest one at temperature 0, else sampled from those that are left.
+    """Sampling parameters. Temperature 0 takes the most likely token; otherwise the next token is sampled.
 
-    Left are the `top_k` likeliest tokens, of these the fewest whose probabilities add up to `top_p`, and of these
-    the ones at least `min_p` times as likely as the likeliest.
+    Three filters apply in order: keep the `top_k` most likely tokens, of these the smallest set whose probabilities add
+    up to `top_p`, and of these the ones at least `min_p` times as likely as the most likely one.
     """
 
     temperature: float = 0.0
@@ -29,7 +29,7 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Logprobs:
-    """Log probabilities of one step: of the `chosen` tokens [batch], and `top`, the n largest, of `ids` [batch, n]."""
+    """Log probabilities of one step: of the `chosen` tokens [batch], and `top`, the n highest, of `ids` [batch, n]."""
 
     chosen: np.ndarray
     top: np.ndarray
@@ -38,7 +38,7 @@ class Logprobs:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One token of every sequence: `tokens` [batch], NOBODY where a sequence has ended."""
+    """One decoding step: `tokens` [batch], NOBODY for sequences that have ended."""
 
     tokens: np.ndarray
     logprobs: Logprobs | None = None
@@ -50,7 +50,7 @@ def choose(
     rows: Int[Array, " batch"],
     positions: Int[Array, " batch"],
 ) -> Int[Array, " batch"]:
-    """The next token of every sequence. A sample depends on the seed, the sequence's number and the position alone."""
+    """Choose the next token of every sequence. A sample depends only on the seed, the row's number and the position."""
     if sampling.temperature == 0:
         return jnp.argmax(scores, axis=-1).astype(jnp.int32)
     scores = scores / sampling.temperature
@@ -76,9 +76,9 @@ def choose(
 def logprobs(
     scores: Float[Array, "batch vocabulary"], tokens: Int[Array, " batch"], top: int
 ) -> tuple[Float[Array, " batch"], Float[Array, "batch top"], Int[Array, "batch top"]]:
-    """Log probabilities of tokens, and the likeliest `top` tokens with theirs, likeliest first.
+    """Return log probabilities of `tokens`, and those and the ids of the `top` most likely tokens, most likely first.
 
-    They are the model's own, in float32: before temperature, top-k and top-p.
+    They are the model's own, in float32, before temperature, top-k, top-p and min-p.
     """
     likely = jax.nn.log_softmax(scores.astype(jnp.float32), axis=-1)
     chosen = jnp.take_along_axis(likely, tokens[:, None], axis=-1)[:, 0]

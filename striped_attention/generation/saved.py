@@ -1,20 +1,20 @@
-"""Saved: the cache of a prompt as a file, so that later runs go on from the prompt instead of prefilling it again.
+"""Saved: the KV cache of a prompt as a file, so that later runs continue from it instead of prefilling again.
 
-    save(engine, tokens, path)             one sequence of an engine, its tokens, keys and values
-    Saved(path, config, dtype)             such a file, checked against the model that is to go on from it
-    saved.load(engine)                     every sequence of an engine begins with these tokens
+    save(engine, tokens, path)             write one sequence of an engine: tokens, keys and values
+    Saved(path, config, dtype)             open such a file and check it against the model that will load it
+    saved.load(engine)                     start every sequence of an engine with these tokens
 
 The file is safetensors, never a pickle:
 
     tokens              [length]
-    scores              [vocabulary]    of the next token
+    scores              [vocabulary]    logits of the next token
     layers.0.key …      [kept, kv_heads, head_dim] and the same for value, in sequence order; kept is the length, or
                         the window of the layer if that is less
     checksums           CRC-32 of each of the above, in this order
 
-The model, a fingerprint of its weights and the dtype are in the header, and must be those of the model that goes on.
-Devices, layout and capacity may be others: nothing in the file depends on them. Of keys and values, memory holds those
-of one layer at a time.
+The header has the model, a fingerprint of its weights and the dtype, which must match the model that loads it. Nothing
+in the file depends on devices, layout and capacity, so these may differ. Host memory holds the keys and values of one
+layer at a time.
 """
 
 import contextlib
@@ -43,20 +43,20 @@ from striped_attention.models.llama import ModelConfig
 from striped_attention.training.arrays import Say, place
 
 FORMAT = "striped_attention cache 1"
-MAGIC = b'{"__metadata__": {"format": "striped_attention cache '  # after eight bytes, in every version
+MAGIC = b'{"__metadata__": {"format": "striped_attention cache '  # after eight bytes; the same in every version
 
 
 def save(engine: Engine, tokens: Numbers, path: pathlib.Path, row: int = 0, say: Say | None = None) -> None:
-    """Write the cache of one sequence, whose tokens these are. All or nothing; `say` is told of the layers done.
+    """Write the cache of one sequence with these tokens, all or nothing. Calls `say(done, total)` after each layer.
 
-    Of several processes the first one writes; all must call this.
+    The first process writes the file; all processes must call this.
     """
-    engine.read([[]] * engine.options.batch)  # tokens that were generated enter the caches
+    engine.read([[]] * engine.options.batch)  # writes generated tokens to the caches
     tokens = np.asarray(tokens, np.int32)
     if not 0 < len(tokens) == engine.lengths[row]:
         raise ValueError(
-            f"A cache is saved with all of its tokens, at least one; got {len(tokens)}, and sequence {row} has "
-            f"{engine.lengths[row]}."
+            f"A cache must be saved with all of its tokens, at least one; got {len(tokens)} tokens, but sequence {row} "
+            f"has {engine.lengths[row]}."
         )
     tensors = _tensors(engine.config, engine.options.dtype, len(tokens))
     metadata = _metadata(engine.config, engine.fingerprint, engine.options.dtype, len(tokens))
@@ -71,9 +71,9 @@ def save(engine: Engine, tokens: Numbers, path: pathlib.Path, row: int = 0, say:
 
 
 class Saved:
-    """A file that `save` wrote, and its `tokens` [length]. What is not read at once is checked when it is read.
+    """A file written by `save`, and its `tokens` [length]. Keys and values are read and checked by `load`.
 
-    `config` and `dtype` are those of the engine that is to go on from it: `Engine.config`, `Engine.options.dtype`.
+    `config` and `dtype` are those of the engine that will load it: `Engine.config`, `Engine.options.dtype`.
     """
 
     def __init__(self, path: pathlib.Path, config: ModelConfig, dtype: Any) -> None:
@@ -83,7 +83,9 @@ class Saved:
                 size = os.fstat(file.fileno()).st_size
                 start = file.read(8 + len(MAGIC))
                 if start[8:] != MAGIC:
-                    raise UsageError(f"{path} is not a cache that striped generate saved. Give a file of --save-cache.")
+                    raise UsageError(
+                        f"{path} is not a cache saved by striped generate. Give a file written by --save-cache."
+                    )
                 (length,) = struct.unpack("<Q", start[:8])
                 if length > size - 8:
                     self._cut_short()
@@ -105,7 +107,7 @@ class Saved:
         self.tokens = self._checked("tokens")
 
     def check_prompt(self, tokens: list[int], where: str, encoder: Bytes | Tokenizer) -> None:
-        """Raise, and say what differs, unless a prompt begins with the tokens of the cache."""
+        """Raise unless a prompt begins with the tokens of the cache; the error names the first difference."""
         mine = self.tokens.tolist()
         if tokens[: len(mine)] == mine:
             return
@@ -114,15 +116,15 @@ class Saved:
         found = f"token {at + 1} is {shown(tokens[at])}" if at < len(tokens) else f"it ends before token {at + 1}"
         raise UsageError(
             f"{where} must begin with the {len(mine):,} tokens of --cache {self.path}, but {found}, and that of the "
-            f"cache is {shown(mine[at])}. Begin the prompt with the text that was saved, or leave --cache out."
+            f"cache is {shown(mine[at])}. Begin the prompt with the saved text, or leave out --cache."
         )
 
     def load(self, engine: Engine, say: Say | None = None) -> None:
-        """Every sequence of an engine anew, with what was saved. If it raises, they have no tokens."""
+        """Start every sequence of an engine with the saved tokens. If this raises, the sequences are empty."""
         if engine.fingerprint != self.weights:
             raise UsageError(
-                f"The cache {self.path} was saved with other weights of a model like this one. Load it with those, or "
-                f"save it again."
+                f"The cache {self.path} was saved with other weights of the same architecture. Load it with those "
+                f"weights, or save it again."
             )
 
         def rows() -> Iterator[tuple[jax.Array, jax.Array]]:
@@ -135,15 +137,15 @@ class Saved:
         engine.begin(len(self.tokens), self._checked("scores"), rows())
 
     def _said(self, header: bytes) -> dict[str, str]:
-        """What the header says besides the places of tensors. Raises unless it is as it was written."""
+        """Return the metadata of the header. Raise if it is damaged or of another version."""
         try:
             said = json.loads(header)["__metadata__"]
         except (ValueError, LookupError, TypeError, RecursionError):
             self._damaged()
         if said.get("format") != FORMAT:
             raise UsageError(
-                f"The cache {self.path} was saved by another version of striped_attention ({said.get('format')!r}, and "
-                f"this one reads {FORMAT!r}). Save it again."
+                f"The cache {self.path} was saved by another version of striped_attention ({said.get('format')!r}; "
+                f"this version reads {FORMAT!r}). Save it again."
             )
         if said.get("checksum") != _checksum_of(said):
             self._damaged()
@@ -154,20 +156,20 @@ class Saved:
         names = [name for name in {**here, **there} if there.get(name) != here.get(name)]
         if names == ["stretch"] and config.stretch is not None and config.stretch.kind == "longrope":
             raise UsageError(
-                f"The cache {self.path} was saved by a run on sequences of another length, for which longrope has "
-                f"other factors. Save it again, with a --capacity that is long enough for both."
+                f"The cache {self.path} was saved with a capacity for which longrope uses other factors. Save it "
+                f"again, with a --capacity that is large enough for both runs."
             )
         if names:
             other = ", ".join(f"{name} {there.get(name)} there, {here.get(name)} here" for name in names)
-            raise UsageError(f"The cache {self.path} is of another model: {other}. Give --model as it was saved with.")
+            raise UsageError(f"The cache {self.path} is of another model: {other}. Give the --model it was saved with.")
         if said["dtype"] != dtype:
             raise UsageError(
-                f"The cache {self.path} was saved in {said['dtype']}, and this run computes in {dtype}. Give --dtype "
+                f"The cache {self.path} was saved in {said['dtype']}, but this run computes in {dtype}. Give --dtype "
                 f"{said['dtype']}, or save it again."
             )
 
     def _checked(self, name: str) -> np.ndarray:
-        """A tensor, as it was written."""
+        """Read a tensor and verify its checksum."""
         array = self._read(name)
         if _crc(array) != self._checksums[name]:
             self._damaged()
@@ -188,19 +190,19 @@ class Saved:
         raise UsageError(f"The cache {self.path} is cut short: its end is missing. Save it again.")
 
     def _damaged(self) -> NoReturn:
-        raise UsageError(f"The cache {self.path} is damaged: it is not what was saved. Save it again.")
+        raise UsageError(f"The cache {self.path} is damaged. Save it again.")
 
 
 def check_new(path: pathlib.Path) -> None:
-    """Raise if a cache cannot become this file."""
+    """Raise if a cache cannot be saved to this path."""
     if path.exists():
-        raise UsageError(f"--save-cache {path} is there already. Choose a new file, or remove it.")
+        raise UsageError(f"--save-cache {path} already exists. Choose a new file, or remove it.")
     if not path.absolute().parent.is_dir():
         raise UsageError(f"--save-cache {path}: there is no folder {path.absolute().parent}.")
 
 
 def _tensors(config: ModelConfig, dtype: Any, length: int) -> dict[str, tuple[str, list[int]]]:
-    """Dtypes and shapes of what a file holds, in its order."""
+    """Return the dtypes and shapes of a file's tensors, in file order."""
     found: dict[str, tuple[str, list[int]]] = {"tokens": ("I32", [length]), "scores": ("F32", [config.vocabulary])}
     for i in range(config.layers):
         kept = min(length, config.layer(i).window or length)
@@ -216,7 +218,7 @@ def _metadata(config: ModelConfig, weights: str, dtype: Any, length: int) -> dic
 
 
 def _json(config: ModelConfig) -> dict[str, Any]:
-    """A model as JSON gives it back."""
+    """Return a model as it is after a round trip through JSON."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
@@ -233,7 +235,7 @@ def _crc(array: np.ndarray) -> int:
 def _new_file(
     path: pathlib.Path, tensors: dict[str, tuple[str, list[int]]], metadata: dict[str, str]
 ) -> Iterator[Callable[[str, np.ndarray], None]]:
-    """A function that writes a tensor; they come in the order of the file. What it writes becomes `path` at the end."""
+    """Yield a function that writes the next tensor, in file order. The file is moved to `path` at the end."""
     if jax.process_index() > 0:
         yield lambda name, array: None
         return
@@ -255,7 +257,7 @@ def _new_file(
         temporary.replace(path)
     except OSError as error:
         raise UsageError(
-            f"The cache could not be saved to {path}: {error.strerror or error}. Nothing of it was kept. Make room or "
+            f"The cache could not be saved to {path}: {error.strerror or error}. No file was left. Free disk space, or "
             f"choose another folder."
         ) from error
     finally:
@@ -263,14 +265,14 @@ def _new_file(
 
 
 def _in_order(cache: KVCache, entries: jax.Array, row: int, length: int) -> np.ndarray:
-    """The keys or values that are kept of a sequence, in its order: [kept, kv_heads, head_dim]."""
+    """Return the kept keys or values of a sequence in sequence order: [kept, kv_heads, head_dim]."""
     index = np.arange(length - min(length, cache.window or length), length) % cache.capacity
     slots = np.argsort(cache.layout.order(cache.capacity, cache.devices))[index]
     return _on_host(_row(entries, row))[:, slots].swapaxes(0, 1)
 
 
 def _placed(cache: KVCache, x: np.ndarray, length: int) -> jax.Array:
-    """The inverse: one sequence's part of a cache, given the last keys or values of `length`. Empty slots are 0."""
+    """The inverse of `_in_order`: one sequence's cache from its last keys or values. Empty slots are 0."""
     index = cache.layout.order(cache.capacity, cache.devices)
     position = length - 1 - (length - 1 - index) % cache.capacity if cache.wraps else index
     source = position - (length - len(x))
@@ -290,5 +292,5 @@ def _row(entries: jax.Array, row: Any) -> jax.Array:
 
 
 def _on_host(x: jax.Array) -> np.ndarray:
-    """All of an array, in every process."""
+    """Return the whole array, in every process."""
     return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))

@@ -1,8 +1,8 @@
-"""Settings: how tokens are chosen and when generation ends. Options come first, then generation_config.json.
+"""Settings: sampling parameters and stopping criteria. Options take precedence over generation_config.json.
 
-The file means what it means to transformers: without `"do_sample": true` the likeliest token is taken, whatever the
-temperature. Only what the file says counts, no defaults of other libraries (transformers adds a top_k of 50 to files
-that sample without one). What it asks for and is not computed here is said in a warning.
+The file has the same meaning as in transformers: without `"do_sample": true`, the most likely token is taken whatever
+the temperature. Only what the file states counts, not the defaults of other libraries (transformers adds a top_k of 50
+to files that sample without one). Settings of the file that are not supported here give a warning.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ from striped_attention.generation.sample import Sampling
 from striped_attention.huggingface.writing import GENERATION
 from striped_attention.training.source import Source
 
-MAX_TOKENS = 256  # to generate, if nobody says how many
+MAX_TOKENS = 256  # to generate, if neither the options nor the file set it
 
-# What is not computed here, and the values that ask for nothing (null does too). The first only matter for sampling.
+# Unsupported settings, and their values that have no effect (like null). Those in _SAMPLING only matter for sampling.
 _SAMPLING = {"typical_p": (1,), "top_h": (), "epsilon_cutoff": (0,), "eta_cutoff": (0,)}
 _ALWAYS = {
     "repetition_penalty": (1,),
@@ -49,7 +49,7 @@ _ALWAYS = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What holds for a run. `note` says what was taken from generation_config.json, `warning` what was not."""
+    """Settings of a run. `note` lists what was taken from generation_config.json, `warning` what is unsupported."""
 
     sampling: Sampling
     max_tokens: int
@@ -59,17 +59,18 @@ class Settings:
 
 
 def settle(config: GenerateConfig, source: Source) -> Settings:
-    """The settings of a run; raises UsageError for those that cannot be."""
+    """Return the settings of a run; raise UsageError if they are invalid."""
     file = _File(source)
     sampled = file.flag("do_sample") if config.temperature is None else config.temperature > 0
     filters = {name: getattr(config, name) for name in ("top_k", "top_p", "min_p")}
     if not sampled and any(value is not None for value in filters.values()):
-        raise UsageError("--top-k, --top-p and --min-p are for sampling: give a --temperature above 0 too, like 1.")
+        raise UsageError("--top-k, --top-p and --min-p are for sampling: also give a --temperature above 0, like 1.")
     sampling = Sampling(seed=config.seed)
     if sampled:
         sampling = Sampling(
             temperature=_first(config.temperature, lambda: file.number("temperature", 1.0, above=0.0)),
-            top_k=_first(config.top_k, lambda: file.whole("top_k", 0)) or None,  # 0 means all to transformers too
+            top_k=_first(config.top_k, lambda: file.whole("top_k", 0))
+            or None,  # 0 means all tokens, as in transformers
             top_p=_first(config.top_p, lambda: file.number("top_p", 1.0, above=0.0, most=1.0)),
             min_p=_first(config.min_p, lambda: file.number("min_p", 0.0, most=1.0)),
             seed=config.seed,
@@ -88,7 +89,7 @@ def _first(given: Any, else_: Any) -> Any:
 
 
 class _File:
-    """generation_config.json, and what of it was used."""
+    """generation_config.json, and a record of the values used."""
 
     def __init__(self, source: Source) -> None:
         self._where, self._said = source.folder / GENERATION, source.generation
@@ -132,8 +133,8 @@ class _File:
         if not named:
             return ""
         return (
-            f"Warning: {self._where} asks for {', '.join(named)}, which striped generate does not compute: tokens are "
-            f"chosen without. If you need it, generate with transformers; if not, remove it from the file."
+            f"Warning: {self._where} asks for {', '.join(named)}, which striped generate does not support and ignores. "
+            f"If you need it, generate with transformers; if not, remove it from the file."
         )
 
     def _get(self, name: str, default: Any) -> Any:

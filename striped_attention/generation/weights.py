@@ -1,4 +1,4 @@
-"""Weights: a Hugging Face model as a checkpoint, and a checkpoint as a Hugging Face model."""
+"""Weights: convert Hugging Face models to checkpoints and back."""
 
 import dataclasses
 import pathlib
@@ -21,9 +21,9 @@ from striped_attention.training.storage import open_steps
 
 
 def import_model(source: Source, output: pathlib.Path, mesh: Mesh) -> None:
-    """Write a Hugging Face model as a checkpoint. All or nothing."""
+    """Write a Hugging Face model as a checkpoint, all or nothing."""
     if source.step is not None:
-        raise UsageError(f"--model {source.folder} is a checkpoint already; striped import takes Hugging Face models.")
+        raise UsageError(f"--model {source.folder} is already a checkpoint; striped import takes Hugging Face models.")
     _check_new(output)
     state = {"weights": read_stacked(source, mesh)}
     said = {
@@ -45,20 +45,20 @@ def import_model(source: Source, output: pathlib.Path, mesh: Mesh) -> None:
         for name in (TOKENIZER, *BESIDE, GENERATION):
             if (path := source.file(name)) is not None:
                 shutil.copyfile(path, output / name)
-    except BaseException as error:  # also Ctrl-C leaves nothing
+    except BaseException as error:  # clean up after Ctrl-C as well
         for path in output.iterdir() if output.exists() else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         if output.exists() and not existed:
             output.rmdir()
         if not isinstance(error, Exception):
             raise
-        raise UsageError(f"--output {output} could not be written: {first_line(error)}. Nothing was left.") from error
+        raise UsageError(f"--output {output} could not be written: {first_line(error)}. No files were left.") from error
 
 
 def export_model(source: Source, output: pathlib.Path, dtype: str, tokenizer: pathlib.Path | None, mesh: Mesh) -> None:
-    """Write a checkpoint as a Hugging Face model. All or nothing."""
+    """Write a checkpoint as a Hugging Face model, all or nothing."""
     if source.step is None:
-        raise UsageError(f"--model {source.folder} is a Hugging Face model already; striped export takes checkpoints.")
+        raise UsageError(f"--model {source.folder} is already a Hugging Face model; striped export takes checkpoints.")
     _check_new(output)
     generation = source.file(GENERATION)
     stacked = read_stacked(source, mesh)
@@ -81,4 +81,4 @@ def export_model(source: Source, output: pathlib.Path, dtype: str, tokenizer: pa
 
 def _check_new(output: pathlib.Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UsageError(f"--output {output} is there already and not empty. Choose a new folder.")
+        raise UsageError(f"--output {output} already exists and is not empty. Choose a new folder.")

@@ -1,21 +1,22 @@
-"""Hugging Face: models as the hub keeps them, read and written. A model is a folder:
+"""Hugging Face: read and write models in the hub's format. A model is a folder:
 
-    config.json                     its shape
-    model.safetensors               its weights; large models have several such files, and beside them
-    model.safetensors.index.json    a list that says which weight lies where
-    tokenizer.json                  how text becomes tokens, if it is there
+    config.json                     the shape of the model
+    model.safetensors               the weights; large models have several such files and an index
+    model.safetensors.index.json    the file of each weight
+    tokenizer.json                  the tokenizer (optional)
 
-Reading checks all files before it gives the first weight, or the first part of one. Writing happens in a folder beside,
-which takes its name when all of it is there. Both ways one weight of one layer is in memory at a time. Pickles
-(pytorch_model.bin) can run any code when they are opened, so they never are.
+Reading checks all files before it returns the first weight or slice. Writing uses a temporary folder, which is renamed
+once it is complete. Both hold one weight of one layer in memory at a time. Pickles (pytorch_model.bin) can run
+arbitrary code when they are opened, so they are never opened.
 
-families    the families of models, and what each has besides LLaMA
-config      config.json as a `ModelConfig`, and back
-rope        its rotary positions
-said        what a config.json says, name by name
-weight      names and shapes there and here
-reading     the weights of a folder
-writing     a folder from weights
+families    the model families and how each differs from LLaMA
+config      config.json to a `ModelConfig` and back
+rope        the rope settings of config.json
+said        checked access to the values of config.json
+weight      names and shapes of weights, in files and in this library
+reading     read the weights of a folder
+writing     write a folder
+stream      write a safetensors file one tensor at a time
 """
 
 from striped_attention.huggingface.config import read_config as read_config

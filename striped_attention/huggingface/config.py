@@ -1,7 +1,7 @@
-"""config.json: the shape of a Hugging Face model as a `ModelConfig`, and back.
+"""config.json: convert the shape of a Hugging Face model to a `ModelConfig` and back.
 
-What a file leaves out is what transformers takes then. What this library would compute in another way is refused, never
-passed over. Names are read as transformers 4 and 5 write them, and written so that both read them.
+Missing values take the defaults of transformers. Settings that this library would compute differently are rejected,
+never ignored. Files of transformers 4 and 5 can be read, and both can read what is written.
 """
 
 import pathlib
@@ -19,11 +19,11 @@ GEMMA = ("gemma2", "gemma3_text")
 
 
 def read_config(folder: pathlib.Path) -> ModelConfig:
-    """The model that the config.json of a folder describes."""
+    """Read the model that the config.json of a folder describes."""
     if not folder.is_dir():
         raise UsageError(
-            f"{folder} is not a folder. Give that of a Hugging Face model, with config.json and model.safetensors; "
-            f"`hf download NAME --local-dir FOLDER` fetches one."
+            f"{folder} is not a folder. Give the folder of a Hugging Face model, with config.json and "
+            f"model.safetensors; `hf download NAME --local-dir FOLDER` fetches one."
         )
     path = folder / "config.json"
     said = Said(str(path), read_json(path))
@@ -37,7 +37,7 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
     window, full_every = _window(said, kind, layers)
     rope = read_rope(said, kind, width)
     if window is None:
-        rope.pop("local_theta", None)  # no layer has it
+        rope.pop("local_theta", None)  # no layer uses it
     try:
         return ModelConfig(
             layers=layers,
@@ -56,11 +56,11 @@ def read_config(folder: pathlib.Path) -> ModelConfig:
             **(_of_gemma(said, family, width) if kind in GEMMA else {}),
         )
     except ValueError as error:
-        raise UsageError(f"{path} describes a model that cannot be: {error}") from error
+        raise UsageError(f"{path} describes an invalid model: {error}") from error
 
 
 def _kind(said: Said) -> str:
-    """The family of a model; both ways to name it must agree."""
+    """Return the family of a model; `architectures` and `model_type` must agree."""
     names, model_type = said.values.get("architectures"), said.values.get("model_type")
     for kind, family in FAMILIES.items():
         if names in ([family.architecture], None, []) and model_type == kind:
@@ -69,33 +69,33 @@ def _kind(said: Said) -> str:
             return kind
     if model_type == "gemma3":
         said.refuse(
-            "is that of a Gemma 3 for text and images; here only its language part is known, saved by itself "
-            "(gemma3_text). docs/inference.md has the lines that do so with transformers."
+            "is that of a Gemma 3 for text and images; only its language model, saved separately (gemma3_text), is "
+            "supported. docs/inference.md shows how to save it with transformers."
         )
     known = ", ".join(family.architecture for family in FAMILIES.values())
-    said.refuse(f"is of the architecture {names or None} and type {model_type!r}. Known are {known}.")
+    said.refuse(f"has the architecture {names or None} and type {model_type!r}. Supported are {known}.")
 
 
 def _check_plain(said: Said, kind: str) -> None:
-    """Raise for what none of our models computes."""
+    """Raise for settings that this library does not support."""
     quantized, family = said.values.get("quantization_config"), FAMILIES[kind]
     if quantized is not None:
         method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
-        said.refuse(f"says that the weights are quantized ({method}). Take the model in bfloat16, float16 or float32.")
+        said.refuse(f"has quantized weights ({method}). Use the model in bfloat16, float16 or float32.")
     name, activation = family.activation
     if said.values.get(name, activation) != activation:
-        said.refuse(f"must have {activation} as {name}; got {said.values[name]!r}. Other models are not known.")
+        said.refuse(f"must have {activation} as {name}; got {said.values[name]!r}. No other is supported.")
     for name in ("mlp_bias",) if "biases" in family.always else ("attention_bias", "mlp_bias"):
         if said.values.get(name):
-            said.refuse(f"asks for {name}, which no model of this library has. Only Qwen 2's biases are known.")
+            said.refuse(f"sets {name}, which is not supported. The only biases supported are Qwen 2's.")
     if kind in GEMMA and said.values.get("use_bidirectional_attention"):
-        said.refuse("lets tokens see later ones (use_bidirectional_attention). Only causal models are known.")
+        said.refuse("lets tokens attend to later ones (use_bidirectional_attention). Only causal models are supported.")
     if kind == "gemma3_text" and said.values.get("attn_logit_softcapping") is not None:
-        said.refuse("asks for attn_logit_softcapping, which transformers passes over in Gemma 3. Set it to null.")
+        said.refuse("sets attn_logit_softcapping, which transformers ignores in Gemma 3. Set it to null.")
 
 
 def _window(said: Said, kind: str, layers: int) -> tuple[int | None, int | None]:
-    """The window, and which layers have none: every n-th. Other patterns cannot be said in a `ModelConfig`."""
+    """Return the window, and n if every n-th layer has none. A `ModelConfig` cannot express other patterns."""
     qwen = kind.startswith("qwen")
     asked = kind in ("mistral", *GEMMA) or (qwen and bool(said.values.get("use_sliding_window")))
     asked |= kind == "phi3" and "sliding_window" in said.values
@@ -104,7 +104,7 @@ def _window(said: Said, kind: str, layers: int) -> tuple[int | None, int | None]
     types = usual if said.values.get("layer_types") is None else said.values["layer_types"]
     if types == [FULL] * layers and (types == usual or qwen or kind in GEMMA):
         return None, None
-    if window is not None and (types == usual or qwen or kind in GEMMA):  # the others do not look at layer_types
+    if window is not None and (types == usual or qwen or kind in GEMMA):  # other families ignore layer_types
         if types == [SLIDING] * layers:
             return window, None
         full_every = types.index(FULL) + 1 if isinstance(types, list) and FULL in types else 1
@@ -112,13 +112,13 @@ def _window(said: Said, kind: str, layers: int) -> tuple[int | None, int | None]
             return window, full_every
     kinds = sorted({str(each) for each in types}) if isinstance(types, list) else types
     said.refuse(
-        f"asks for a window of {window} and layers of {kinds}. Known is one window for all layers, for all but every "
+        f"has a window of {window} and layers of {kinds}. Supported is one window for all layers, for all but every "
         f"n-th, or for none."
     )
 
 
 def _usually_sliding(said: Said, kind: str, layers: int) -> list[bool]:
-    """The layers that have the window if there is one and `layer_types` does not say otherwise."""
+    """Return which layers have the window, if there is one, when `layer_types` is not given."""
     if kind.startswith("qwen"):
         first = said.values.get("max_window_layers", 28)
         if not isinstance(first, int):
@@ -133,7 +133,7 @@ def _alternating(full_every: int, layers: int) -> list[str]:
 
 
 def _of_gemma(said: Said, family: Family, width: int) -> dict[str, Any]:
-    """What only Gemma's config.json says."""
+    """Return the fields that only Gemma's config.json sets."""
     scalar = said.whole("query_pre_attn_scalar", family.missing["query_pre_attn_scalar"])
     cap = said.optional("attn_logit_softcapping", family.missing.get("attn_logit_softcapping"))
     score_cap = said.optional("final_logit_softcapping", family.missing.get("final_logit_softcapping"))
@@ -141,7 +141,7 @@ def _of_gemma(said: Said, family: Family, width: int) -> dict[str, Any]:
 
 
 def config_json(config: ModelConfig, dtype: str, length: int, ids: Mapping[str, int | list[int]]) -> dict[str, Any]:
-    """The config.json of a model: the inverse of `read_config`. `length` is that of the longest texts it is for."""
+    """Return the config.json of a model: the inverse of `read_config`. `length` is its maximum sequence length."""
     kind = kind_of(config)
     activation, its_name = FAMILIES[kind].activation
     said: dict[str, Any] = {
@@ -160,7 +160,7 @@ def config_json(config: ModelConfig, dtype: str, length: int, ids: Mapping[str, 
         "tie_word_embeddings": config.tied,
         **rope_json(config),
         "torch_dtype": dtype,
-        # null where nothing is known: left out they would be 1 and 2 for Llama, and texts would end at token 2.
+        # Unknown ids are null: if left out, Llama's defaults are 1 and 2, and generation would stop at token 2.
         **{name: ids.get(name) for name in IDS},
     }
     if kind in ("llama", "olmo2"):
@@ -182,7 +182,7 @@ def _gemma_json(config: ModelConfig) -> dict[str, Any]:
         "query_pre_attn_scalar": config.attention_width or config.head_dim,
         "attn_logit_softcapping": config.softcap,
         "final_logit_softcapping": config.score_softcap,
-        "sliding_window": config.window or 4096,  # transformers wants one, also if no layer has it
+        "sliding_window": config.window or 4096,  # transformers requires one, even if no layer uses it
         "layer_types": _types(config),
     }
     return said | ({} if config.full_every is None else {"sliding_window_pattern": config.full_every})

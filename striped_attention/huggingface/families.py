@@ -1,13 +1,14 @@
-"""Families: which models of Hugging Face are a `ModelConfig`, and what each has besides LLaMA.
+"""Families: the Hugging Face models that a `ModelConfig` can describe, and how each differs from LLaMA.
 
-llama         nothing
+llama         no differences
 mistral       a sliding window in every layer
-qwen2         biases of queries, keys and values
-qwen3         norms of queries and keys
-gemma2        windows in every other layer, norms around each half of a layer, softcaps, GELU, a scaled embedding
-gemma3_text   windows in five layers of six, with rotary positions of their own; norms of queries and keys too
-phi3          fused matrices in its files, rotary positions of a part of a head, longrope (Phi-3, 3.5, 4, 4-mini)
-olmo2         norms behind each half of a layer, and of all queries and all keys at once
+qwen2         biases for queries, keys and values
+qwen3         norms of queries and keys, per head
+gemma2        windows in every other layer, norms around each sublayer, softcaps, GELU, a scaled embedding
+gemma3_text   like gemma2, but windows in five of six layers, with their own rope theta; query and key norms per head
+              instead of attention softcaps
+phi3          fused matrices in its files, rotary positions on a part of each head, longrope (Phi-3, 3.5, 4, 4-mini)
+olmo2         norms after each sublayer; norms of queries and keys across all heads
 """
 
 import dataclasses
@@ -20,8 +21,8 @@ from striped_attention.models.llama import ModelConfig
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """`always` are the fields of every such `ModelConfig`, `may` those that config.json decides. `missing` is what
-    transformers takes where a config.json does not say."""
+    """A family of models. `always` holds the `ModelConfig` fields that all of them share; `may` names those that
+    config.json sets. `missing` holds the defaults of transformers for values that config.json leaves out."""
 
     architecture: str
     always: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -30,7 +31,7 @@ class Family:
 
     @property
     def activation(self) -> tuple[str, str]:
-        """The name of the activation in config.json, and its only value."""
+        """The name of the activation in config.json, and its only supported value."""
         gelu = self.always.get("activation") == "gelu_tanh"
         return ("hidden_activation", "gelu_pytorch_tanh") if gelu else ("hidden_act", "silu")
 
@@ -68,7 +69,7 @@ FAMILIES = {
     "olmo2": Family("Olmo2ForCausalLM", {"norms": "after", "wide_norms": True}, missing={"rms_norm_eps": 1e-5}),
 }
 
-# Fields in which families differ, and what they are for LLaMA.
+# Fields in which families differ, with their values for LLaMA.
 _SPECIAL = {
     field.name: field.default
     for field in dataclasses.fields(ModelConfig)
@@ -78,23 +79,23 @@ _SPECIAL = {
 
 
 def kind_of(config: ModelConfig) -> str:
-    """The family that computes what a model computes; the first of several."""
+    """Return the first family that can express a model."""
     stretch = config.stretch
     if stretch is not None and stretch.kind in ("linear", "llama3") and stretch.amplitude not in (None, 1):
         raise UsageError(
-            f"A model whose stretch {stretch.kind} has an amplitude ({stretch.amplitude}) cannot be written: in "
-            f"Hugging Face's families only yarn and longrope have one."
+            f"A model with rope scaling {stretch.kind} and an amplitude ({stretch.amplitude}) cannot be written: in "
+            f"Hugging Face's families only yarn and longrope have an amplitude."
         )
     for kind, family in FAMILIES.items():
         if _computes(kind, family, config):
             return kind
     special = [name for name, usual in _SPECIAL.items() if getattr(config, name) != usual]
-    special += [] if stretch is None else [f"rotary positions of the kind {stretch.kind}"]
-    raise UsageError(f"A model with {', '.join(special)} cannot be written: no family of Hugging Face has all of that.")
+    special += [] if stretch is None else [f"rope scaling {stretch.kind}"]
+    raise UsageError(f"A model with {', '.join(special)} cannot be written: no Hugging Face family has all of it.")
 
 
 def _computes(kind: str, family: Family, config: ModelConfig) -> bool:
-    """Whether a family's config.json can say all that a model is."""
+    """Whether a family's config.json can express the whole model."""
     same = all(
         name in family.may or getattr(config, name) == family.always.get(name, usual)
         for name, usual in _SPECIAL.items()
@@ -103,6 +104,6 @@ def _computes(kind: str, family: Family, config: ModelConfig) -> bool:
         return False
     if kind == "gemma3_text" and (config.window is None) != (config.local_theta is None):
         return False
-    # Llama's configuration wants dim to be a multiple of heads, also where the width of a head is another; Mistral's,
-    # which without a window is the same model, does not.
+    # Llama's configuration requires dim to be a multiple of heads, even if the head width is given. Mistral's does not,
+    # and without a window it is the same model.
     return same and (kind != "llama" or config.dim % config.heads == 0)

@@ -1,8 +1,7 @@
-"""Rope: the rotary positions of a config.json, in both spellings, and back.
+"""Rope: convert the rope settings of a config.json, in both formats, to `ModelConfig` fields and back.
 
-transformers 4 has `rope_theta` and `rope_scaling` beside each other, transformers 5 `rope_parameters` with both in it;
-Gemma 3 has two such sets, of layers with a window and of layers without. The older spelling is written, for both
-versions read it.
+transformers 4 has `rope_theta` and `rope_scaling` side by side; transformers 5 has both in `rope_parameters`. Gemma 3
+has two such sets, for layers with and without a window. The older format is written, since both versions read it.
 """
 
 import math
@@ -15,11 +14,11 @@ from striped_attention.models.rotary import STRETCHES, Stretch
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 ORIGINAL = "original_max_position_embeddings"
-_LONGROPE = ("longrope", "su", "yarn")  # all that Phi-3 knows; the other two are what it was called at first
+_LONGROPE = ("longrope", "su", "yarn")  # all that Phi-3 accepts; the other two are early names of longrope
 
 
 def read_rope(said: Said, kind: str, head_dim: int) -> dict[str, Any]:
-    """The fields of a `ModelConfig` that say how positions become angles; `local_theta` of every Gemma 3."""
+    """Return the `ModelConfig` fields for rotary positions; for Gemma 3 always with a `local_theta`."""
     rope = said.values.get("rope_scaling") or said.values.get("rope_parameters") or {}
     fields: dict[str, Any] = {}
     if kind == "gemma3_text":
@@ -28,30 +27,30 @@ def read_rope(said: Said, kind: str, head_dim: int) -> dict[str, Any]:
         if isinstance(rope, dict) and (FULL in rope or SLIDING in rope):
             rope = rope.get(FULL) or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        said.refuse(f"must describe the rotary positions of all layers at once; got {rope}.")
-    part = Said(f"{said.where}, in its rotary positions,", rope)
+        said.refuse(f"must have one set of rope settings for all layers; got {rope}.")
+    part = Said(f"{said.where}, in its rope settings,", rope)
     missing = FAMILIES[kind].missing.get("rope_theta", 10_000.0)
     fields["rope_theta"] = part.number("rope_theta", said.number("rope_theta", missing))
     for each in (said, part):
         share = each.number("partial_rotary_factor", 1)
         if share != 1 and kind != "phi3":
-            each.refuse(f"turns a part of a head (partial_rotary_factor {share:g}).")
+            each.refuse(f"has a partial_rotary_factor of {share:g}, which is supported for phi3 alone.")
         if share != 1:
             fields["rotary_width"] = int(head_dim * share)
     return fields | {"stretch": _stretch(said, part, kind, fields.get("rotary_width", head_dim) // 2)}
 
 
 def _local_theta(said: Said, rope: dict[str, Any]) -> float:
-    """Gemma 3's theta in layers with a window, where frequencies are never changed."""
-    part = Said(f"{said.where}, in the rotary positions of layers with a window,", rope)
+    """Return Gemma 3's theta for layers with a window, whose frequencies are never scaled."""
+    part = Said(f"{said.where}, in the rope settings of layers with a window,", rope)
     if rope.get("rope_type", "default") != "default":
-        part.refuse(f"must have frequencies as they are (rope_type default); got {rope['rope_type']!r}.")
+        part.refuse(f"must not scale frequencies (rope_type default); got {rope['rope_type']!r}.")
     usual = FAMILIES["gemma3_text"].missing["rope_local_base_freq"]
     return part.number("rope_theta", said.number("rope_local_base_freq", usual))
 
 
 def _stretch(said: Said, part: Said, kind: str, pairs: int) -> Stretch | None:
-    """What was done to the frequencies of `pairs` pairs."""
+    """Return the rope scaling of a head with `pairs` frequencies, None if there is none."""
     rope = part.values
     name = rope.get("rope_type", rope.get("type", "default"))
     if name == "default":
@@ -60,7 +59,7 @@ def _stretch(said: Said, part: Said, kind: str, pairs: int) -> Stretch | None:
         return _longrope(said, part, pairs)
     known = ("longrope",) if kind == "phi3" else [each for each in STRETCHES if each != "longrope"]
     if name not in known:
-        said.refuse(f"has rotary positions of the type {name!r}. Known are default, {', '.join(known)}.")
+        said.refuse(f"has rope scaling of type {name!r}. Supported are default, {', '.join(known)}.")
     factor = part.number("factor")
     if name == "linear":
         return Stretch(name, factor)
@@ -72,7 +71,7 @@ def _stretch(said: Said, part: Said, kind: str, pairs: int) -> Stretch | None:
         if rope.get("truncate", True) is not True:
             part.refuse(f"must round the ends of yarn's ramp (truncate true); got {rope['truncate']!r}.")
     if not slow < fast:
-        part.refuse(f"must have a slow end below the fast end; got {slow} and {fast}.")
+        part.refuse(f"must have the slow end of its ramp below the fast end; got {slow} and {fast}.")
     return Stretch(name, factor, length, slow, fast, amplitude)
 
 
@@ -82,7 +81,7 @@ def _original_length(said: Said, part: Said) -> int:
 
 
 def _longrope(said: Said, part: Said, pairs: int) -> Stretch:
-    """Phi's: two lists of factors. Without a factor the ratio of the two lengths says how much larger scores are."""
+    """Return Phi's rope scaling: two lists of factors. The factor defaults to the ratio of the two lengths."""
     length = said.whole(ORIGINAL, 4096 if part.values.get(ORIGINAL) is None else part.whole(ORIGINAL))
     factor = part.number("factor", said.whole("max_position_embeddings") / length)
     lists = []
@@ -90,14 +89,14 @@ def _longrope(said: Said, part: Said, pairs: int) -> Stretch:
         found = part.values.get(name)
         if not isinstance(found, list) or len(found) != pairs:
             size = f"{len(found)} of them" if isinstance(found, list) else repr(found)
-            part.refuse(f"must give a factor for each of {pairs} pairs as {name}; got {size}.")
+            part.refuse(f"must give {pairs} factors as {name}, one per pair; got {size}.")
         lists.append(tuple(Said(part.where, {name: each}).number(name) for each in found))
     amplitude = None if part.values.get("attention_factor") is None else part.number("attention_factor")
     return Stretch("longrope", factor, length, amplitude=amplitude, short=lists[0], long=lists[1])
 
 
 def _amplitude(part: Said, factor: float) -> float | None:
-    """What yarn multiplies cosine and sine with; None where the factor alone decides, as in the paper."""
+    """Return yarn's factor on cosine and sine; None if it follows from the scaling factor alone, as in the paper."""
     if part.values.get("attention_factor") is not None:
         return part.number("attention_factor")
     if not (part.values.get("mscale") and part.values.get("mscale_all_dim")):
@@ -107,17 +106,17 @@ def _amplitude(part: Said, factor: float) -> float | None:
 
 
 def rope_json(config: ModelConfig) -> dict[str, Any]:
-    """The inverse of `read_rope`."""
+    """Return the rope settings for config.json: the inverse of `read_rope`."""
     stretch = config.stretch
     said: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": _scaling(stretch)}
     if config.local_theta is not None:
         said["rope_local_base_freq"] = config.local_theta
     if config.rotary_width is not None:
         share = config.rotary_width / config.head_dim
-        exact = int(config.head_dim * share) == config.rotary_width  # so it is read, and 26 / 45 · 45 is below 26
+        exact = int(config.head_dim * share) == config.rotary_width  # readers truncate, and 26 / 45 · 45 < 26
         said["partial_rotary_factor"] = share if exact else math.nextafter(share, 1)
     if stretch is not None and stretch.kind in ("yarn", "longrope"):
-        # transformers 4 takes the ratio of the two lengths for the factor, for longrope all versions do.
+        # transformers 4 uses the ratio of the two lengths as the factor; for longrope all versions do.
         said["max_position_embeddings"] = round(stretch.factor * (stretch.original_length or 0))
     if stretch is not None and stretch.kind == "longrope":
         said[ORIGINAL] = stretch.original_length
@@ -127,7 +126,7 @@ def rope_json(config: ModelConfig) -> dict[str, Any]:
 def _scaling(stretch: Stretch | None) -> dict[str, Any] | None:
     if stretch is None:
         return None
-    if stretch.kind == "longrope":  # transformers 4 wants exactly three names here
+    if stretch.kind == "longrope":  # transformers 4 accepts exactly three keys here
         said: dict[str, Any] = {"type": stretch.kind, "short_factor": stretch.short, "long_factor": stretch.long}
         return said if stretch.amplitude is None else said | {"attention_factor": stretch.amplitude}
     said = {"rope_type": stretch.kind, "factor": stretch.factor}

@@ -1,4 +1,4 @@
-"""Said: what a config.json says, asked for name by name, with a complaint in one line for what cannot be."""
+"""Said: read the values of a config.json by name, with one-line errors for invalid ones."""
 
 import dataclasses
 import json
@@ -10,7 +10,7 @@ from striped_attention.errors import UsageError
 
 @dataclasses.dataclass(frozen=True)
 class Said:
-    """What a config.json says, or a part of it. Every complaint begins with `where`."""
+    """The values of a config.json, or of a part of it. Every error begins with `where`."""
 
     where: str
     values: dict[str, Any]
@@ -19,10 +19,10 @@ class Said:
         raise UsageError(f"{self.where} {text}")
 
     def number(self, name: str, default: int | float | None = None) -> float:
-        """A number above 0; `default` where there is none or null. Without a default there must be one."""
+        """Return a number above 0, or `default` if it is missing or null. Without a default it is required."""
         value = default if self.values.get(name) is None else self.values[name]
         if value is None:
-            self.refuse(f"does not say {name}, without which a model is not known. Take the model's own file.")
+            self.refuse(f"lacks {name}, which is required. Use the model's own file.")
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 2**63:
             self.refuse(f"must give a number above 0 as {name}; got {value!r}.")
         return float(value)
@@ -34,13 +34,13 @@ class Said:
         return int(value)
 
     def optional(self, name: str, default: float | None) -> float | None:
-        """A number above 0, or None where it is null; `default` where nothing is said."""
+        """Return a number above 0, None if it is null, or `default` if it is missing."""
         if self.is_null(name) or (name not in self.values and default is None):
             return None
         return self.number(name, default)
 
     def is_null(self, name: str) -> bool:
-        """Said to be nothing, which is not the same as not said."""
+        """Whether a value is explicitly null, as opposed to missing."""
         return name in self.values and self.values[name] is None
 
 
@@ -48,7 +48,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_bytes())
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}. It belongs to every Hugging Face model.") from error
+        raise UsageError(f"{path} cannot be read: {error.strerror}. Every Hugging Face model has one.") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON ({error}). Is it cut short? Download the model again.") from error
     if not isinstance(found, dict):

@@ -1,7 +1,7 @@
-"""Stream: a safetensors file that is written one tensor at a time, in any order, with one of them in memory.
+"""Stream: write a safetensors file one tensor at a time, in any order, with one tensor in memory.
 
-Such a file is eight bytes that hold the header's length, the header (JSON: dtype, shape and place of every tensor), and
-the numbers. All places are known beforehand. The writer of the safetensors library wants all tensors in memory.
+The file holds the header's length in eight bytes, the header (JSON: dtype, shape and offsets of every tensor), and the
+values. All offsets are known in advance. The safetensors library's own writer needs all tensors in memory.
 """
 
 import json
@@ -27,7 +27,7 @@ DTYPES = {
 def begin(
     path: pathlib.Path, tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]
 ) -> dict[str, int]:
-    """Write the header for tensors of these dtypes and shapes; returns at which byte the numbers of each belong."""
+    """Write the header for tensors of these dtypes and shapes. Returns the byte offset of each tensor's values."""
     content, places = header(tensors, metadata)
     path.write_bytes(content)
     return places
@@ -36,7 +36,7 @@ def begin(
 def header(
     tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int]]:
-    """The header that `begin` writes, its length included, and at which byte the numbers of each tensor belong."""
+    """Return the header that `begin` writes, including its length, and the byte offset of each tensor's values."""
     said: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
     for key, (code, shape) in tensors.items():
@@ -49,7 +49,7 @@ def header(
 
 
 def put(path: pathlib.Path, start: int, array: np.ndarray) -> None:
-    """Write numbers where they belong."""
+    """Write the values of a tensor at byte `start`."""
     with path.open("r+b") as file:
         file.seek(start)
         file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

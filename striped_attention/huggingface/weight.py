@@ -1,13 +1,13 @@
-"""Weight: names and shapes of weights, in Hugging Face's files and here.
+"""Weight: names and shapes of weights, in Hugging Face's files and in this library.
 
-There a matrix is [outputs, inputs] and heads lie end to end in one dimension. Here a matrix is [inputs, outputs], and
-heads have a dimension of their own:
+In files a matrix is [outputs, inputs] and heads are flattened into one dimension. Here a matrix is [inputs, outputs],
+and heads have a dimension of their own:
 
     model.layers.3.self_attn.q_proj.weight  [heads · head_dim, dim]      query of layer 3   [dim, heads, head_dim]
     model.layers.3.self_attn.o_proj.weight  [dim, heads · head_dim]      output of layer 3  [heads, head_dim, dim]
 
-Phi's files keep query, key and value as one matrix, and gate and up as another: the rows of one follow those of the
-other. Each is a weight of its own here, which knows at which row of the stored matrix it begins.
+Phi's files fuse query, key and value into one matrix, and gate and up into another, stacked by rows. Here each is a
+separate weight, which knows its first row in the stored matrix.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ INSIDE = {
     "key_norm": "self_attn.k_norm",
     "output": "self_attn.o_proj",
     "after_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",  # where there is one after attention too; else that one's name
+    "ffn_norm": "pre_feedforward_layernorm",  # with norms before alone, it has the name above
     "after_ffn_norm": "post_feedforward_layernorm",
     "gate": "mlp.gate_proj",
     "up": "mlp.up_proj",
@@ -44,9 +44,9 @@ FUSED = {"self_attn.qkv_proj": ("query", "key", "value"), "mlp.gate_up_proj": ("
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One weight of one layer, or of none. `name` and `shape` are ours, `key` is its name in a file.
+    """One weight of one layer, or outside the layers (None). `name` and `shape` are ours; `key` is its name in a file.
 
-    Of a fused matrix with so many `rows` it is those from row `first` on.
+    In a fused matrix of `rows` rows it begins at row `first`.
     """
 
     name: str
@@ -58,29 +58,29 @@ class Weight:
 
     @property
     def inputs(self) -> int | None:
-        """How many numbers a matrix takes; None for what is not a matrix."""
+        """The number of inputs of a matrix; None if the weight is not a matrix."""
         if self.name == "embedding" or self.name.endswith(("norm", "bias")):
             return None
         return math.prod(self.shape[:-1]) if self.name == "output" else self.shape[0]
 
     @property
     def outputs(self) -> int:
-        """The rows of a matrix in a file that are its own."""
+        """The number of outputs: the rows of the stored matrix that belong to this weight."""
         return math.prod(self.shape) // (self.inputs or 1)
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The shape of what a file holds under its name."""
+        """The shape of the array that a file stores under `key`."""
         if self.inputs is not None:
             return (self.rows or self.outputs, self.inputs)
         return self.shape if self.name == "embedding" else (math.prod(self.shape),)
 
     def ours(self, stored: Any) -> np.ndarray:
-        """All of our array."""
+        """Convert a stored array to ours."""
         return self.part(stored, tuple(slice(None) for _ in self.shape))
 
     def part(self, stored: Any, index: tuple[slice, ...]) -> np.ndarray:
-        """A part of our array. Of `stored`, which may be a slice of a file, only the rows and columns that hold it are
+        """Return a slice of our array. `stored` may be a lazy slice of a file: only the rows and columns needed are
         read."""
         rows, *columns = (_flat(self.shape[group], index[group]) for group in self._groups)
         read = stored[(slice(rows.start + self.first, rows.stop + self.first), *columns)]
@@ -92,7 +92,7 @@ class Weight:
 
     @property
     def _groups(self) -> list[slice]:
-        """Which of our dimensions lie end to end in each dimension of a file."""
+        """Which of our dimensions are flattened into each dimension of the stored array."""
         if self.name == "embedding":
             return [slice(0, 1), slice(1, 2)]
         if self.inputs is None:
@@ -101,21 +101,21 @@ class Weight:
         return [slice(inputs, len(self.shape)), slice(0, inputs)]
 
     def theirs(self, array: np.ndarray) -> np.ndarray:
-        """Our array as the rows of a file that are its own."""
+        """Convert our array to its rows of the stored array."""
         return array.reshape(self.stored) if self.inputs is None else array.reshape(self.inputs, -1).T
 
 
 def _flat(shape: tuple[int, ...], index: tuple[slice, ...]) -> slice:
-    """The range that holds a part of some dimensions when they lie end to end; all of the inner ones."""
+    """Return the range of flattened dimensions that contains a slice of the first one and all of the others."""
     start, stop, step = index[0].indices(shape[0])
     if step != 1:
-        raise ValueError(f"Parts of weights are contiguous; got {index[0]}.")
+        raise ValueError(f"Slices of weights must be contiguous; got {index[0]}.")
     inner = math.prod(shape[1:])
     return slice(start * inner, stop * inner)
 
 
 def weights(config: ModelConfig) -> list[Weight]:
-    """Every weight of a model. Those of one name follow each other, layer by layer, as they are stacked here."""
+    """Return every weight of a model. Those of one name are consecutive, in the order in which layers are stacked."""
     shapes = config.shapes
     inside = shapes.pop("layers")
     layers = [_of_layer(config, name, i, inside) for name in inside for i in range(config.layers)]
@@ -136,7 +136,7 @@ def _of_layer(config: ModelConfig, name: str, layer: int, shapes: dict[str, tupl
 
 
 def by_key(some: Iterable[Weight]) -> list[list[Weight]]:
-    """Weights that a file holds under one name together, the others each by itself."""
+    """Group weights by their name in a file: those of a fused matrix together, all others alone."""
     found: dict[str, list[Weight]] = {}
     for weight in some:
         found.setdefault(weight.key, []).append(weight)

@@ -1,7 +1,7 @@
-"""Writing: a model as a Hugging Face folder, which transformers and its relatives read. All of it or nothing.
+"""Writing: write a model as a Hugging Face folder, for transformers and compatible libraries. All of it or nothing.
 
-Weights are written one at a time, in whatever order they come (`stream`): the writer of the safetensors library wants
-all weights of a file in memory, 5 GB; this one wants one weight.
+Weights are written one at a time, in any order (`stream`). The safetensors library's own writer needs all weights of a
+file in memory, 5 GB; this one needs one weight.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ from striped_attention.huggingface.weight import CODES, Named, Weight, by_key, w
 from striped_attention.models.llama import ModelConfig
 
 DTYPES = {name: stream.DTYPES[code] for name, code in CODES.items()}
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # what belongs to a tokenizer.json
-GENERATION = "generation_config.json"  # how a model's users sample from it, and which tokens end a text
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # files beside a tokenizer.json
+GENERATION = "generation_config.json"  # the sampling defaults and end-of-text tokens of a model
 
-Place = tuple[Weight, pathlib.Path, int]  # a weight, its file, and at which byte of it the numbers begin
+Place = tuple[Weight, pathlib.Path, int]  # a weight, its file, and the byte offset of its values
 
 
 def write(
@@ -41,9 +41,9 @@ def write(
 ) -> None:
     """Write a model into a folder that is new or empty.
 
-    `named` is what `tensors` gives, in any order and any float dtype. `length` is that of the longest texts the model
-    is for. `ids` may say bos_token_id, eos_token_id and pad_token_id; `generation` is a generation_config.json to put
-    beside them. A file has at most `shard_bytes`, or one weight.
+    `named` has the form that `tensors` yields, in any order and any float dtype. `length` is the model's maximum
+    sequence length. `ids` may have bos_token_id, eos_token_id and pad_token_id; `generation` is a
+    generation_config.json to copy. A file has at most `shard_bytes`, or one weight.
     """
     if dtype not in CODES:
         raise UsageError(f"Models can be written in {', '.join(CODES)}; got {dtype!r}.")
@@ -56,10 +56,10 @@ def write(
         places = {(p[0].name, p[0].layer): p for name in shards for p in _begin(temporary / name, shards[name], dtype)}
         for name, layer, array in named:
             if (name, layer) not in places:
-                raise ValueError(f"{name} of layer {layer} came twice, or does not belong to the model.")
+                raise ValueError(f"{name} of layer {layer} was given twice, or does not belong to the model.")
             _put(places.pop((name, layer)), array, dtype)
         if places:
-            raise ValueError(f"{len(places)} weights of the model did not come, among them {min(map(str, places))}.")
+            raise ValueError(f"{len(places)} weights of the model are missing, among them {min(map(str, places))}.")
         if len(shards) > 1:
             files = {weight.key: name for name, shard in shards.items() for weight in shard}
             index = {"metadata": {"total_size": size}, "weight_map": files}
@@ -75,12 +75,12 @@ def write(
 
 @contextlib.contextmanager
 def _whole(folder: pathlib.Path, size: int) -> Iterator[pathlib.Path]:
-    """A folder to write `size` bytes into. It becomes `folder` when all went well, and is gone when not."""
+    """Yield a temporary folder for `size` bytes. It is renamed to `folder` on success and removed on failure."""
     target = pathlib.Path(os.path.realpath(folder))
     temporary = target.with_name(f"{target.name}.{os.getpid()}.tmp")
     try:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise UsageError(f"{folder} is there already, and not empty. Choose a folder that is new or empty.")
+            raise UsageError(f"{folder} exists and is not empty. Choose a folder that is new or empty.")
         target.parent.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(target.parent).free
         if free < size:
@@ -90,7 +90,7 @@ def _whole(folder: pathlib.Path, size: int) -> Iterator[pathlib.Path]:
         temporary.replace(target)
     except OSError as error:
         raise UsageError(
-            f"The model could not be written to {folder}: {error.strerror or error}. Nothing of it was kept. Make room "
+            f"The model could not be written to {folder}: {error.strerror or error}. Nothing was kept. Make room "
             f"or choose another folder."
         ) from error
     finally:
@@ -98,7 +98,7 @@ def _whole(folder: pathlib.Path, size: int) -> Iterator[pathlib.Path]:
 
 
 def _shards(config: ModelConfig, dtype: str, most: int) -> dict[str, list[Weight]]:
-    """Which weights go into which file, layer by layer; what is one matrix there stays together."""
+    """Assign weights to files, layer by layer; the parts of a fused matrix stay together."""
     outside = {"embedding": -1, "norm": config.layers, "unembedding": config.layers}
     shards: list[list[Weight]] = [[]]
     for some in by_key(sorted(weights(config), key=lambda w: outside[w.name] if w.layer is None else w.layer)):
@@ -115,7 +115,7 @@ def _bytes(shard: list[Weight], dtype: str) -> int:
 
 
 def _begin(path: pathlib.Path, shard: list[Weight], dtype: str) -> list[Place]:
-    """Write the header of a file, and say where every weight shall lie."""
+    """Write the header of a file and return the place of every weight."""
     groups = by_key(shard)
     starts = stream.begin(path, {some[0].key: (CODES[dtype], some[0].stored) for some in groups}, {"format": "pt"})
     places: list[Place] = []
@@ -128,7 +128,7 @@ def _begin(path: pathlib.Path, shard: list[Weight], dtype: str) -> list[Place]:
 
 
 def _put(place: Place, array: np.ndarray, dtype: str) -> None:
-    """Write one weight where it belongs."""
+    """Write one weight at its place."""
     weight, path, start = place
     array = np.asarray(array)
     if array.shape != weight.shape:
@@ -136,5 +136,5 @@ def _put(place: Place, array: np.ndarray, dtype: str) -> None:
     with np.errstate(over="ignore"):
         stored = np.ascontiguousarray(weight.theirs(array)).astype(DTYPES[dtype], copy=False)
     if dtype == "float16" and np.isinf(stored).any():
-        raise UsageError(f"{weight.key} holds numbers beyond 65504, which float16 cannot. Choose bfloat16 or float32.")
+        raise UsageError(f"{weight.key} has values beyond 65504, the largest float16. Choose bfloat16 or float32.")
     stream.put(path, start, stored)

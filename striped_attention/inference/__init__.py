@@ -1,1 +1,1 @@
-"""Inference: the KV cache, and attention of a prompt or a new token to it."""
+"""Inference: the KV cache, and attention of prompts and new tokens to it."""

@@ -1,13 +1,13 @@
-"""Attention of texts that grow: of a prompt, of a further piece of it, of the token that was written last.
+"""Attention with a KV cache: prefill of a prompt or a chunk of one, and decoding.
 
-    out, cache = prefill_attention(q, k, v, cache)     many new tokens, in layout order: a prompt, or a piece of one
-    cache = cache.append(k, v)                         a new token of every text, or a few
-    out = decode_attention(q, cache)                   and its attention
+    out, cache = prefill_attention(q, k, v, cache)     many new tokens, in layout order: a prompt, or a chunk of one
+    cache = cache.append(k, v)                         one or a few new tokens of every sequence
+    out = decode_attention(q, cache)                   and their attention
 
-Among the new tokens prefill is attention as in training, by the same strategies. For those that were there before it is
-the other way round: queries go to every device, which attends to its own slots, and partial results come back. Decoding
-is the same for one query. On the wire are then the partial results alone, heads × (dim + 1) numbers a query and device;
-no keys.
+Among the new tokens, prefill is attention as in training, with the same strategies. For tokens already in the cache,
+queries travel instead of keys: they go to every device, which attends to its own slots, and partial results come back.
+Decoding does the same for one query. It sends only partial results, heads × (dim + 1) elements per query and device,
+and no keys.
 """
 
 import dataclasses
@@ -52,11 +52,11 @@ def decode_attention(
     bias: Bias | None = None,
     sinks: Float[Array | np.ndarray, " heads"] | None = None,
 ) -> Float[Array, "batch queries heads dim"]:
-    """Causal attention of the last token of every text, or the last few, to all that is in the cache.
+    """Compute causal attention of the last one or few tokens of every sequence to the cache.
 
     Args:
-      query: of the last tokens that every text has, in text order.
-      cache: what `append` returned: the tokens' own keys and values are in it.
+      query: the queries of the last tokens of every sequence, in sequence order.
+      cache: the result of `append`, which already holds these tokens' own keys and values.
       scale, softcap, bias, sinks: as for `attention`.
 
     Returns:
@@ -90,7 +90,7 @@ def decode_attention_shard(
     bias: Bias | None = None,
     sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch queries heads dim"]:
-    """`decode_attention` for code that is already inside `jax.shard_map`: every device has the same queries."""
+    """Compute `decode_attention` inside `jax.shard_map`; every device has the same queries."""
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     part = _attend_last(query, cache, scale, softcap, bias)
     if cache.devices > 1:
@@ -116,20 +116,21 @@ def prefill_attention(
     tile: int | tuple[int, int] | None = None,
     positions: Int[Array | np.ndarray, "batch new"] | None = None,
 ) -> tuple[Float[Array, "batch new heads dim"], KVCache]:
-    """Causal attention of many new tokens to one another and to what is in the cache, and the cache with them in it.
+    """Compute causal attention of many new tokens to one another and to the cache, and append them to the cache.
 
     Args:
-      query, key, value: of the tokens that follow in every text, in layout order (`cache.layout.permute`).
-      counts: how many of a text's new tokens are real, its first ones (in text order); by default all are. Where
-        `permute` has padded them, say so here: padding that counts as real is written into the cache.
+      query, key, value: of the next tokens of every sequence, in layout order (`cache.layout.permute`).
+      counts: how many of a sequence's new tokens are real, the first ones in sequence order; by default all. Required
+        if `permute` padded them: padding that counts as real is written into the cache.
       scale, softcap, bias, sinks, kernel, tile: as for `attention`.
       strategy: as for `attention`, for attention among the new tokens. "auto" takes the fastest forward pass.
       positions: optional, and only checked, as for `attention`: the position of every new token in its sequence,
-        [batch, new] in layout order, as rotary embeddings take them.
+        [batch, new] in layout order, as for rotary embeddings.
 
     Returns:
-      An array of the shape and dtype of `query`, in layout order, and the cache. Outside of `jit` it raises if the
-      tokens do not fit. Inside it cannot: call `cache.check_room` before, or the result of such a sequence is NaN.
+      An array of the shape and dtype of `query`, in layout order, and the updated cache. Outside `jit`, raises if the
+      tokens do not fit. Inside `jit` it cannot raise, and the result of a sequence that does not fit is NaN: call
+      `cache.check_room` first.
     """
     query, sinks = jnp.asarray(query), None if sinks is None else jnp.asarray(sinks)
     key, value, counts = cache.check_new(key, value, counts)
@@ -178,12 +179,12 @@ def prefill_attention_shard(
     kernel: str = "auto",
     tile: tuple[int, int] | None = None,
 ) -> tuple[Float[Array, "batch slots heads dim"], KVCache]:
-    """`prefill_attention` for code that is already inside `jax.shard_map`: every array is this device's part."""
+    """Compute `prefill_attention` inside `jax.shard_map`, where every array is this device's shard."""
     devices, new = cache.devices, query.shape[1] * cache.devices
     order = cache.layout.order(new, devices)
     mine = cache.layout.positions(lax.axis_index(cache.axis_name), new, devices)
     real = (mine < counts[:, None])[..., None, None]
-    query, key, value = (jnp.where(real, x, 0) for x in (query, key, value))  # 0 · NaN is NaN, also where it is hidden
+    query, key, value = (jnp.where(real, x, 0) for x in (query, key, value))  # 0 · NaN is NaN, even if masked
     platform, kind = current_device()
     among, before = prefill_requests(
         query,
@@ -216,10 +217,10 @@ def prefill_attention_shard(
 def prefill_requests(
     query: Any, key: Any, cached: Any, *, layout: Layout, devices: int, window: int | None, **options: Any
 ) -> tuple[Request, Request]:
-    """What prefill asks of kernels: attention among new tokens, by a ring, and to a device's share of the cache.
+    """Return the two kernel requests of prefill: attention among new tokens, by a ring, and to a shard of the cache.
 
     `query` and `key` are a device's share of the new tokens, `cached` is [batch, kv_heads, slots, dim]. Without a
-    window and a bias all new tokens see all of the cache, and go to it together; otherwise each sees a range.
+    window or a bias, all new tokens see the whole cache and attend to it in one call; otherwise each sees a range.
     """
     mask = causal() if window is None else sliding_window(window)
     among = make_request(query, key, mask=mask, layout=layout, devices=devices, **options)
@@ -232,7 +233,7 @@ def prefill_requests(
 
 
 def _attend_new(problem: Problem, q: Array, k: Array, v: Array, mask: Mask, bias: Bias | None) -> Partial:
-    """Attention among the new tokens, with tokens traded for heads, and back, if the strategy does so."""
+    """Compute attention among the new tokens, with exchanges of heads for tokens if the strategy has them."""
     if problem.strategy.heads == 1:
         return ring_partial(problem, q, k, v, mask, bias)
     q, k, v, mask, bias, _ = to_heads(problem, q, k, v, mask, bias, None)
@@ -242,9 +243,10 @@ def _attend_new(problem: Problem, q: Array, k: Array, v: Array, mask: Mask, bias
 
 
 def _attend_before(problem: Problem, query: Array, cache: KVCache, bias: Bias | None) -> Partial:
-    """Attention of the queries of new tokens to what was in the cache before them.
+    """Compute attention of the new tokens' queries to what was in the cache before them.
 
-    Every device attends to its own slots with everybody's queries; then the partial results go where these came from.
+    Every device attends to its own slots with the queries of all devices, then sends each partial result back to the
+    device its queries came from.
     """
     everybody = lax.all_gather(query, cache.axis_name)  # [devices, batch, slots, heads, dim]
     together = cache.window is None and bias is None
@@ -253,12 +255,12 @@ def _attend_before(problem: Problem, query: Array, cache: KVCache, bias: Bias | 
 
 
 def _attend_all(problem: Problem, everybody: Array, cache: KVCache) -> Partial:
-    """Attention of everybody's new queries to all that this device's slots hold."""
+    """Compute attention of all devices' new queries to everything in this device's slots."""
     devices, batch, slots = everybody.shape[:3]
     counts = cache.ranges(lax.axis_index(cache.axis_name), cache.lengths[:, None])[0][1]
     together = jnp.moveaxis(everybody, 0, 1).reshape(batch, devices * slots, *everybody.shape[3:])
     end = jnp.broadcast_to(counts, (batch, devices * slots))
-    nowhere = jnp.zeros(devices * slots, jnp.int32), jnp.zeros(cache.key.shape[2], jnp.int32)  # no bias asks
+    nowhere = jnp.zeros(devices * slots, jnp.int32), jnp.zeros(cache.key.shape[2], jnp.int32)  # unused without bias
     block = Block(jnp.zeros_like(end), end, *nowhere, None, Same(), problem.scale, problem.softcap, problem.tile)
     keys = (jnp.swapaxes(x, 1, 2).astype(everybody.dtype) for x in (cache.key, cache.value))
     found = problem.kernel.attend(together)(*keys, block)
@@ -266,10 +268,10 @@ def _attend_all(problem: Problem, everybody: Array, cache: KVCache) -> Partial:
 
 
 def _attend_ranges(problem: Problem, everybody: Array, cache: KVCache, bias: Bias | None) -> Partial:
-    """Attention of everybody's new queries to this device's slots, each to what it sees of them.
+    """Compute attention of all devices' new queries to this device's slots, each query to the range that it sees.
 
-    One device's queries after the other's, for these are sorted by position, and one sequence after the other, for they
-    may differ in length.
+    Devices are processed one after another, because only the queries of one device are sorted by position; sequences
+    likewise, because they may differ in length.
     """
     here = lax.axis_index(cache.axis_name)
     held = cache.positions(here)
@@ -293,7 +295,7 @@ def _attend_ranges(problem: Problem, everybody: Array, cache: KVCache, bias: Bia
 
 
 def _attend_last(query: Array, cache: KVCache, scale: float, softcap: Any, bias: Any) -> Partial:
-    """Attention of the last tokens of every text to this device's slots."""
+    """Compute attention of the last tokens of every sequence to this device's slots."""
     here = lax.axis_index(cache.axis_name)
     positions = cache.lengths[:, None] - query.shape[1] + jnp.arange(query.shape[1], dtype=jnp.int32)
     few = Few(cache.ranges(here, positions), positions, cache.positions(here), bias, scale, softcap)
@@ -309,6 +311,6 @@ def _check_query(query: Array, cache: KVCache, bias: Any, sinks: Any) -> None:
     room = cache.capacity if cache.window is None or not cache.wraps else cache.capacity - cache.window + 1
     if query.shape[1] > room:
         raise ValueError(
-            f"This cache can serve the last {room} tokens at most, for older slots are written over; got "
-            f"{query.shape[1]} queries. Make it with new={query.shape[1]}, or use prefill_attention."
+            f"This cache supports at most {room} queries per call, because older slots are overwritten; got "
+            f"{query.shape[1]}. Make the cache with new={query.shape[1]}, or use prefill_attention."
         )

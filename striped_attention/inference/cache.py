@@ -1,12 +1,12 @@
-"""Cache: the keys and values of texts so far, dealt to the devices by the layout.
+"""Cache: the keys and values of sequences so far, distributed over the devices by the layout.
 
-Position p lies on the device and in the slot where the layout puts it among `capacity` positions. So a cache that grows
-token by token stays as balanced as its layout: with `striped(g)` no device ever holds more than g tokens above another.
-Nothing moves when tokens are added: their owners write them down.
+Position p is stored on the device and in the slot that the layout assigns to it among `capacity` positions. So a cache
+that grows token by token stays as balanced as its layout: with `striped(g)`, no device ever holds more than g tokens
+more than another. Appending moves no cached tokens: each device writes the new tokens that it owns.
 
-Slots are sorted by position, so what a query sees of a device's slots is a range, as in training. A model with a
-sliding window keeps only the window: position p is written over position p - capacity, which no query to come can see.
-A device's slots then are two sorted runs, the newest round and what is left of the one before, so there are two ranges.
+Slots are sorted by position, so a query sees a range of a device's slots, as in training. A model with a sliding window
+keeps only the window: position p overwrites position p - capacity, which no later query can see. A device's slots are
+then two sorted runs, the newest round and what is left of the one before, so a query sees two ranges.
 """
 
 import dataclasses
@@ -31,10 +31,10 @@ P = PartitionSpec
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class KVCache:
-    """Keys and values of a batch of texts, of one layer. `KVCache.empty` makes one.
+    """Keys and values of one layer for a batch of sequences. Created by `KVCache.empty`.
 
-    `key` and `value` are [batch, kv_heads, capacity, dim], the capacity in layout order; `lengths` [batch] counts the
-    tokens of every text so far. Inside `shard_map` the arrays are this device's part, as `specs` says.
+    `key` and `value` are [batch, kv_heads, capacity, dim], with the capacity in layout order; `lengths` [batch] counts
+    the tokens of every sequence so far. Inside `shard_map` the arrays are this device's shards, by `specs`.
     """
 
     key: Any
@@ -64,7 +64,7 @@ class KVCache:
         new: int = 1,
         dtype: DTypeLike = jnp.bfloat16,
     ) -> "KVCache":
-        """A cache of `jax.ShapeDtypeStruct`: the shape, dtype and sharding of every array, and none of them.
+        """Return a cache of `jax.ShapeDtypeStruct`: the shape, dtype and sharding of every array, without its values.
 
         The arguments are those of `empty`.
         """
@@ -101,15 +101,15 @@ class KVCache:
         new: int = 1,
         dtype: DTypeLike = jnp.bfloat16,
     ) -> "KVCache":
-        """A cache of sequences that have no token yet.
+        """Create an empty cache.
 
         Args:
-          capacity: the tokens that a sequence may have; rounded up to what the layout can share out.
+          capacity: the maximum tokens per sequence; rounded up to a length that the layout can divide equally.
           layout, axis_name, mesh: as for `attention`.
-          spec: as for `attention`, how [batch, length, kv_heads, dim] are sharded.
-          window: how many tokens a query sees, itself included. If that is less than the capacity, sequences may have
-            any length, and slots are kept for the window and for `new` tokens, as many as are appended before they
-            attend.
+          spec: as for `attention`: how [batch, length, kv_heads, dim] is sharded.
+          window: how many tokens a query sees, its own included. If this is less than the capacity, sequences may have
+            any length, and the cache keeps slots for the window and `new` tokens only.
+          new: with a window, the maximum number of tokens that are appended before they attend.
         """
         where: dict[str, Any] = dict(layout=layout, mesh=mesh, axis_name=axis_name, spec=spec)
         shapes = cls.shapes(batch, capacity, kv_heads, dim, **where, window=window, new=new, dtype=dtype)
@@ -118,7 +118,7 @@ class KVCache:
 
     @property
     def fits(self) -> Bool[Array, " batch"]:
-        """Whether a text has never had more tokens than there is room for. What attends to one that had is NaN."""
+        """Whether a sequence has never exceeded the capacity. Attention to one that has is NaN."""
         return jnp.ones_like(self.lengths, bool) if self.wraps else self.lengths <= self.capacity
 
     @property
@@ -127,23 +127,23 @@ class KVCache:
 
     @property
     def devices(self) -> int:
-        """How many devices share a text."""
+        """The number of devices that share a sequence."""
         return count_devices(None, self.mesh, self.axis_name)
 
     @property
     def specs(self) -> "KVCache":
-        """How the arrays lie on the mesh: for `shard_map`."""
+        """The partition specs of the arrays, for `shard_map`."""
         return dataclasses.replace(
             self, key=_heads_first(self.spec), value=_heads_first(self.spec), lengths=P(self.spec[0])
         )
 
     def check_room(self, new: Any) -> None:
-        """Raise unless every text has room for `new` more tokens, a number or one for each. Not inside `jit`."""
+        """Raise unless every sequence has room for `new` more tokens, one integer or [batch]. Not inside `jit`."""
         longest = int((jax.device_get(self.lengths) + jax.device_get(new)).max())
         if longest > self.capacity and not self.wraps:
             raise ValueError(
-                f"The cache has room for {self.capacity} tokens a text, and the longest would have {longest}. Nothing "
-                f"was written. Make the cache larger, or the text shorter."
+                f"The cache has room for {self.capacity} tokens per sequence; the longest would have {longest}. "
+                f"Nothing was written. Increase the capacity, or shorten the sequence."
             )
 
     @checks_itself
@@ -153,16 +153,16 @@ class KVCache:
         value: Float[Array, "batch new kv_heads dim"],
         counts: Int[Array, " batch"] | None = None,
     ) -> "KVCache":
-        """A cache with more tokens, those that follow in every text, in text order.
+        """Return the cache with the next tokens of every sequence appended, given in sequence order.
 
-        `counts` says how many of a text's new tokens are real, its first ones; by default all are. Outside of `jit` it
-        raises if they do not fit. Inside nothing can raise: call `check_room` before. What does not fit is not written,
-        and from then on attention of that text is NaN. Whoever donates the cache to `jit` has it changed in place.
+        The first `counts` new tokens of a sequence are real; by default all are. Outside `jit`, raises if they do not
+        fit. Inside `jit` it cannot raise: call `check_room` first. Tokens that do not fit are not written, and
+        attention to that sequence is NaN from then on. Donate the cache to `jit` to update it in place.
         """
         return _append(self, *self.check_new(key, value, counts))
 
     def check_new(self, key: Any, value: Any, counts: Any) -> tuple[Array, Array, Array]:
-        """New keys, values and how many of them are real. Raises if they do not fit, as far as that can be seen."""
+        """Return new keys, values and counts as arrays; raise if they do not fit, where that is known at trace time."""
         key, value = jnp.asarray(key), jnp.asarray(value)
         batch, kv_heads, _, dim = self.key.shape
         if key.shape != value.shape or key.shape != (batch, *key.shape[1:2], kv_heads, dim):
@@ -172,7 +172,7 @@ class KVCache:
             )
         counts = jnp.full(batch, key.shape[1], jnp.int32) if counts is None else jnp.asarray(counts, jnp.int32)
         if counts.shape != (batch,):
-            raise ValueError(f"counts must have one number a text, shape ({batch},); got {counts.shape}.")
+            raise ValueError(f"counts must have one integer per sequence, shape ({batch},); got {counts.shape}.")
         if not any(isinstance(x, jax.core.Tracer) for x in (self.lengths, counts)):
             if not 0 <= int(counts.min()) <= int(counts.max()) <= key.shape[1]:
                 raise ValueError(f"counts must lie between 0 and the {key.shape[1]} new tokens; got {counts.tolist()}.")
@@ -180,9 +180,9 @@ class KVCache:
         return key, value, counts
 
     def append_shard(self, key: Array, value: Array, counts: Array, order: Array) -> "KVCache":
-        """`append` for code that is already inside `jax.shard_map`. Every device has all new tokens.
+        """Do `append` inside `jax.shard_map`. Every device has all new tokens.
 
-        They may come in any order: `order` [new] is where each of them belongs among the new ones.
+        They may come in any order: `order` [new] is the index of each token among the new ones in sequence order.
         """
         device, slots = lax.axis_index(self.axis_name), self.key.shape[2]
         position = self.lengths[:, None] + order
@@ -198,13 +198,13 @@ class KVCache:
         return dataclasses.replace(self, key=write(self.key, key), value=write(self.value, value), lengths=lengths)
 
     def positions(self, device: Any) -> Int[Array, "batch slots"]:
-        """The position that each slot of a device holds; of a slot that is empty, one that nobody sees yet."""
+        """Return the position of each slot of a device; for an empty slot, one that no query sees yet."""
         index = jnp.asarray(self.layout.positions(device, self.capacity, self.devices))
         last = self.lengths[:, None] - 1
         return last - (last - index) % self.capacity if self.wraps else jnp.broadcast_to(index, (len(last), len(index)))
 
     def ranges(self, device: Any, positions: Int[Array, "batch queries"]) -> list[tuple[Array, Array]]:
-        """The slots of a device that queries at these positions see of what is in the cache: one range each, or two."""
+        """Return the ranges of a device's slots that queries at these positions see: one per query, or two."""
         count = functools.partial(self._count, device)
         length = self.lengths[:, None]
         lo = jnp.zeros_like(positions) if self.window is None else jnp.maximum(positions - self.window + 1, 0)
@@ -212,7 +212,7 @@ class KVCache:
         if not self.wraps:
             return [(count(lo), count(hi))]
         base = jnp.maximum(length - 1, 0) // self.capacity * self.capacity  # where the newest round begins
-        old_lo = jnp.maximum(lo - base + self.capacity, length - base)  # the round before it, as far as it is left
+        old_lo = jnp.maximum(lo - base + self.capacity, length - base)  # what is left of the round before it
         old_hi = jnp.where(base == 0, old_lo, hi - base + self.capacity)
         return [(count(lo - base), count(hi - base)), (count(old_lo), count(jnp.maximum(old_lo, old_hi)))]
 
@@ -229,7 +229,7 @@ def _append(cache: KVCache, key: Array, value: Array, counts: Array) -> KVCache:
 
 
 def over_mesh(cache: KVCache, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-    """`shard_map` over the cache's mesh, with automatic axes, or explicit ones where the caller uses these."""
+    """Apply `shard_map` over the cache's mesh, with automatic axes, or explicit ones if the caller uses them."""
 
     def run(*inputs: Any) -> Any:
         mesh = mesh_for(cache.mesh, *jax.tree.leaves(inputs))

@@ -1,6 +1,6 @@
-"""Choice: the kernels there are, and which of them runs.
+"""Choice: the registry of kernels, and which of them runs.
 
-`choose` takes the fastest kernel that can do what a request asks for, by what was measured of each (`rates.py`).
+`choose` selects the fastest kernel that supports a request, by the measured speed of each (`rates.py`).
 """
 
 import dataclasses
@@ -8,52 +8,52 @@ import logging
 import warnings
 from typing import Any
 
-from striped_attention.core.layout import Layout, stripes_of
+from striped_attention.core.layout import UNSTRIPED, Layout, stripes_of
 from striped_attention.errors import SlowKernelWarning
 from striped_attention.kernels import cudnn, hopper, tpu, xla
 from striped_attention.kernels.contract import Kernel, Request
 from striped_attention.kernels.rates import ANYWHERE, Rates
 from striped_attention.runtime.hardware import hardware_of
 
-# Modules, as `Kernel` describes them.
+# Every module implements `Kernel`.
 KERNELS: dict[str, Any] = {"cudnn": cudnn, "hopper": hopper, "pallas_tpu": tpu, "xla": xla}
 _warned: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A kernel for a request: its name and module, its tile, and its rates on the request's platform."""
+    """The kernel selected for a request: its name and module, its tile, and its rates on the request's platform."""
 
     name: str
     kernel: Kernel
     tile: tuple[int, int]
     rates: Rates
-    seconds: float  # roughly, of one block
+    seconds: float  # rough estimate for one block, forward and backward
 
 
 def check_name(name: str) -> None:
-    """Raise unless there is such a kernel."""
+    """Raise ValueError unless `name` is a kernel or "auto"."""
     if name not in ("auto", *KERNELS):
         raise ValueError(f"kernel must be one of {['auto', *KERNELS]}; got {name!r}.")
 
 
 def choose(name: str, request: Request) -> Choice:
-    """The kernel to use: for "auto" the fastest that can do what is asked. Raises if a named one cannot.
+    """Return the kernel to use: for "auto", the fastest that supports the request. Raise if a named kernel does not.
 
-    What "auto" chose, and why, is logged at level INFO. Where that is a slow one, on a device that has a faster one for
-    other requests, it also warns, once for each reason.
+    What "auto" selects, and why, is logged at level INFO. If the device has a faster kernel that does not support this
+    request, a `SlowKernelWarning` is issued, once for each reason.
     """
     found = fastest(name, request)
     if name == "auto":
         refusals = _refusals(name, request)
         others = "".join(f" Not {other!r}: {reason}" for other, reason in refusals.items() if reason is not None)
-        logging.getLogger("striped_attention").info("kernel='auto' takes %r.%s", found.name, others)
+        logging.getLogger("striped_attention").info("kernel='auto' selects %r.%s", found.name, others)
         _warn_if_slow(found, request, refusals)
     return found
 
 
 def fastest(name: str, request: Request) -> Choice:
-    """What `choose` takes, without a word about it."""
+    """Return what `choose` returns, without logging or warnings."""
     check_name(name)
     refusals = _refusals(name, request)
     able = sorted((_choice(other, request) for other in KERNELS if refusals[other] is None), key=lambda c: c.seconds)
@@ -67,28 +67,28 @@ def fastest(name: str, request: Request) -> Choice:
 
 
 def _refusals(name: str, request: Request) -> dict[str, str | None]:
-    """Why each kernel cannot do what is asked of the one named; None if it can."""
+    """Return why each kernel cannot run the request (None if it can), given that `name` was requested."""
     return {other: refusal(other, request, other == name) for other in KERNELS}
 
 
 def refusal(name: str, request: Request, named: bool = True) -> str | None:
-    """Why a kernel cannot do what is asked, in a sentence; None if it can. `named` is whether it was asked for."""
+    """Return why a kernel cannot run a request, as a sentence; None if it can. `named`: it was requested by name."""
     kernel = KERNELS[name]
     if _rates(name, request.platform) is None:
         article = "an" if request.platform == "unknown" else "a"
         return f"It runs on {' and '.join(p.upper() for p in kernel.RATES)}s; this is {article} {request.platform}."
     reason: str | None = kernel.unsupported(request)
     if reason is None and not (named or kernel.AUTOMATIC):
-        return f"It could, but its speed has not been measured: try kernel={name!r}."
+        return f"It supports this, but its speed has not been measured. To use it, pass kernel={name!r}."
     return reason
 
 
 def choose_stripes(name: str, request: Request, slots: int, members: int = 1) -> Layout:
-    """Stripes, about as wide as a kernel's tile or a single token, for which there is the fastest kernel.
+    """Choose a stripe width, about a kernel's tile or a single token: the one that the fastest kernel supports.
 
-    `slots` are the tokens of a device that should make a few stripes. So many `members` of neighbouring devices make
-    one of the request's: it is their stripes together that a kernel sees. A named kernel that cannot do the request at
-    all gets the stripes that it would take for a plain causal mask; `choose` refuses it then.
+    `slots` is the number of tokens per device, which are divided into at least a few stripes. `members` neighbouring
+    devices form one device of the request, and a kernel sees their stripes joined. If a named kernel does not support
+    the request with any stripes, those for a plain causal mask are returned, and `choose` rejects the request later.
     """
     found: list[tuple[float, Layout]] = []
     for other in KERNELS if name == "auto" else [name]:
@@ -104,14 +104,26 @@ def choose_stripes(name: str, request: Request, slots: int, members: int = 1) ->
     return choose_stripes(name, plain, slots, members)
 
 
+def layouts_for(name: str, request: Request, slots: int, members: int = 1) -> list[Layout]:
+    """Return the layouts to compare for a request, the one to prefer among equals first.
+
+    These are the layouts without stripes, and the stripes of `choose_stripes`, which takes the same arguments. A named
+    kernel leaves out those that it does not support.
+    """
+    asked = [*UNSTRIPED, choose_stripes(name, request, slots, members)]
+    requests = [dataclasses.replace(request, layout=layout.grouped(members)) for layout in asked]
+    able = [one for one, of in zip(asked, requests, strict=True) if name == "auto" or refusal(name, of) is None]
+    return able or asked
+
+
 def _stripes(name: str, request: Request, slots: int, members: int) -> list[Layout]:
-    """Stripes to choose from for a kernel."""
+    """Return the candidate stripes for a kernel."""
     tile = max(request.tile or KERNELS[name].default_tile(request))
     return stripes_of(max(1, tile // members), slots)
 
 
 def _rates(name: str, platform: str) -> Rates | None:
-    """How fast a kernel is on a platform; None if it does not run there."""
+    """Return a kernel's rates on a platform; None if it does not run there."""
     rates: dict[str, Rates] = KERNELS[name].RATES
     return rates.get(platform, rates.get(ANYWHERE))
 
@@ -124,7 +136,7 @@ def _choice(name: str, request: Request) -> Choice:
 
 
 def _warn_if_slow(choice: Choice, request: Request, refusals: dict[str, str | None]) -> None:
-    """Warn if there is a faster kernel for this platform, measured to be so, that cannot do the request."""
+    """Warn if this platform has a kernel that is faster by its measured rates but does not support the request."""
     hardware = hardware_of(request.platform, request.device_kind)
     faster = {
         name: reason
@@ -135,10 +147,10 @@ def _warn_if_slow(choice: Choice, request: Request, refusals: dict[str, str | No
     }
     reasons = " ".join(f"{name!r}: {reason}" for name, reason in faster.items())
     message = (
-        f"kernel='auto' takes {choice.name!r}, which is slow on a {request.platform.upper()}, because a faster one "
-        f"cannot do this. {reasons} Silence this with warnings.filterwarnings('ignore', "
+        f"kernel='auto' selects {choice.name!r}, which is slow on a {request.platform.upper()}, because no faster "
+        f"kernel supports this request. {reasons} Silence this warning with warnings.filterwarnings('ignore', "
         f"category=striped_attention.SlowKernelWarning)."
     )
     if request.here and any(KERNELS[name].AUTOMATIC for name in faster) and message not in _warned:
         warnings.warn(SlowKernelWarning(message), stacklevel=2)
-        _warned.add(message)  # now, for a warning may be an error
+        _warned.add(message)  # only now: warnings.warn raises if warnings are errors

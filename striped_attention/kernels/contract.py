@@ -1,33 +1,33 @@
-"""Contract: what every attention kernel keeps to, whatever it is written in.
+"""Contract: the interface that every attention kernel implements.
 
 A kernel works on one *block*: the queries of one device against the keys of one device. The mask of a block is two
-integer vectors, `start` and `end`: query row i sees the key slots `[start[i], end[i])`. Both never decrease with i.
+integer vectors, `start` and `end`: query row i sees the key slots `[start[i], end[i])`. Both are non-decreasing.
 
     attend(q)(k, v, block)                      -> Partial(out, lse)
     attend_grad(q, out, lse, dout)(k, v, block) -> (dq, dk, dv, dbias)
 
-The first call is made once, with what stays at home, the second once for every block: what a kernel can prepare for all
-blocks it prepares in the first.
+The first call takes the arrays that stay on the device and is made once per ring; the second is made once per block.
+Work that is the same for all blocks belongs in the first call.
 
-* q is [batch, queries, heads, dim]; k and v are [batch, keys, kv_heads, dim] and heads are never repeated in memory.
-* `out` is normalised over the block's own keys; `lse` is the log of the sum of exponentials of their scores. Both are
-  float32 whatever the inputs are (float64 for float64); `cudnn` computes `out` in the inputs' dtype and widens it. A
-  row that sees no key gives out = 0 and lse = -inf.
-* `attend_grad` is given the `out` and `lse` of the *whole* row, all blocks merged: exp(score - lse) is then the final
-  probability. It returns float32 gradients (the caller adds them up over blocks); a row without keys adds nothing.
+* q is [batch, queries, heads, dim]; k and v are [batch, keys, kv_heads, dim]. Heads are never repeated in memory.
+* `out` is normalised over the block's own keys; `lse` is the log-sum-exp of their scores. Both are float32 for any
+  input dtype (float64 for float64 inputs); `cudnn` computes `out` in the inputs' dtype and converts it. A row that sees
+  no key has out = 0 and lse = -inf.
+* `attend_grad` receives the `out` and `lse` of the *whole* row, merged over all blocks, so exp(score - lse) is the
+  final probability. It returns float32 gradients, which the caller sums over blocks; a row without keys adds nothing.
 
-Before that, a kernel answers questions about a `Request`, all that is known of the work while tracing:
+A kernel also provides the following. A `Request` holds everything known about the work at trace time.
 
-* `unsupported(request)`: what it cannot do, in a sentence, or None. Kernels must reject options they do not support.
-* `default_tile(request)`: queries × keys of a tile, if the request names none. The planner counts with it.
-* `RATES`: how fast it is, by platform (`rates.py`). A kernel without rates for a platform, or for any, does not run
-  there.
-* `AUTOMATIC`: whether `kernel="auto"` may take it, or it must be asked for by name.
-* `FULL_OUT`: whether `attend_grad` makes use of an `out` with more digits than q has.
-* `SUMS_LAST`: whether dk and dv are added up only when the next k and v are there. XLA for TPUs would else take the
-  sum for work to hide a transfer behind, and begin it after attention instead of before.
-* `DIFFERENTIABLE`: whether `attend_grad` is plain JAX, so that its derivative can be taken.
-* `EMULATIONS`: contexts in which the kernel runs on a CPU, by name: for tests.
+* `unsupported(request)`: why the kernel cannot run the request, as a sentence, or None. Kernels must reject options
+  they do not support.
+* `default_tile(request)`: queries × keys of a tile, if the request sets none. The planner uses the same value.
+* `RATES`: how fast it is, by platform (`rates.py`). A kernel runs only on platforms that have rates; "any" covers all.
+* `AUTOMATIC`: whether `kernel="auto"` may select it; otherwise it must be requested by name.
+* `FULL_OUT`: whether `attend_grad` benefits from an `out` with higher precision than q.
+* `SUMS_LAST`: whether dk and dv are accumulated only after the next k and v have arrived. Otherwise XLA for TPUs would
+  overlap a transfer with that sum alone, and start it after attention instead of before.
+* `DIFFERENTIABLE`: whether `attend_grad` is plain JAX, so that it can itself be differentiated.
+* `EMULATIONS`: context managers in which the kernel runs on a CPU, by name, for tests.
 """
 
 import contextlib
@@ -46,13 +46,13 @@ from striped_attention.core.partial import Partial
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """All that is asked of a kernel, as far as it is known while tracing. `make_request` builds it.
+    """Everything known at trace time about the work of a kernel. Built by `make_request`.
 
-    `queries` and `keys` are those of one device, padding included; `length` counts the real tokens of the sequence.
-    `documents` says that the mask is more than a window and a prefix. `bias` is "slopes" (ALiBi) or "values" (a table).
-    `deterministic` asks for gradients that are the same bits in every run. `gathered` keys are those of several
-    devices. `device_kind` is JAX's name of the device; "" if unknown. `here` is False for a plan: then nothing is asked
-    of the devices of this machine, nor of the installed libraries.
+    `queries` and `keys` are counts per device, padding included; `length` counts the real tokens of the sequence.
+    `documents` means that the mask is more than a window and a prefix. `bias` is "slopes" (ALiBi) or "values" (a
+    table). `deterministic` requires bitwise reproducible gradients. `gathered` means that the keys are those of several
+    devices. `device_kind` is JAX's name of the device; "" if unknown. `here` is False for a plan, which must not query
+    this machine's devices or installed libraries.
     """
 
     batch: int
@@ -87,7 +87,7 @@ class Request:
 
     @property
     def causal(self) -> bool:
-        """Whether a query sees no key after its own, by the part of the mask that is known while tracing."""
+        """Whether the part of the mask that is known at trace time hides all keys after the query's own."""
         return self.prefix == 0
 
 
@@ -108,9 +108,9 @@ def make_request(
     device_kind: str = "",
     here: bool = True,
 ) -> Request:
-    """A request for attention of one device's queries to one device's keys; only their shapes and dtypes are read.
+    """Build a request for attention of one device's queries to one device's keys; only shapes and dtypes are read.
 
-    A mask of None stands for ranges of keys of which nothing is known while tracing.
+    A mask of None stands for key ranges that are unknown at trace time.
     """
     batch, queries, heads, dim = query.shape
     arrays = mask is None or mask.lo is not None or mask.hi is not None
@@ -142,10 +142,10 @@ def make_request(
 
 @dataclasses.dataclass(frozen=True)
 class Pattern:
-    """Where the ranges of a block come from, if all of the mask is known while tracing: for kernels without ranges.
+    """The rule behind a block's ranges, if the whole mask is known at trace time: for kernels that accept no ranges.
 
-    A query sees every key or, if `causal`, those up to itself, or the last `window` of them. `own` is a block of the
-    queries and keys of the same device.
+    A query sees every key or, if `causal`, those up to itself, or the last `window` of them. `own` marks a block whose
+    queries and keys are on the same device.
     """
 
     layout: Layout
@@ -158,16 +158,16 @@ class Pattern:
 
 @dataclasses.dataclass(frozen=True)
 class Same:
-    """Instead of a pattern: all queries of a sequence see the same keys, the first ones, `end[:, 0]` of them."""
+    """Alternative to a pattern: all queries of a sequence see the same keys, the first `end[:, 0]`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """All that a kernel is told besides q, k and v. `rows` is the batch, or 1 when all sequences share a mask.
+    """Everything a kernel receives besides q, k and v. `rows` is the batch size, or 1 if all sequences share a mask.
 
-    Positions serve the bias; `tile` is queries × keys, None for the kernel's own choice; `pattern` says the same as
-    `start` and `end` where it is there. `deterministic` asks for gradients that are the same bits in every run.
+    Positions are used by the bias. `tile` is queries × keys, None for the kernel's default. `pattern`, if set,
+    describes the same mask as `start` and `end`. `deterministic` requires bitwise reproducible gradients.
     """
 
     start: Any  # int32 [rows, queries]
@@ -184,7 +184,7 @@ class Block:
 
 @runtime_checkable
 class Kernel(Protocol):
-    """What the module of a kernel has."""
+    """The attributes of a kernel's module."""
 
     AUTOMATIC: bool
     FULL_OUT: bool

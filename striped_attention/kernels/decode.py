@@ -1,14 +1,14 @@
-"""Decode: attention of a few queries, those of the newest tokens, to all slots of a device's cache.
+"""Decode: attention of the few newest queries to all slots of a device's cache.
 
-There is little to compute and much to read: every key and value once. So what counts is the speed of memory.
+Decoding is limited by memory bandwidth: every key and value is read once, and there is little to compute.
 
-    plain     plain JAX, everywhere. On CPUs in chunks of slots, one after the other, as far as the texts go; elsewhere
-              all slots at once, for a chunk would be copied before it is used
-    triton    NVIDIA GPUs: one kernel reads the slots in many pieces at once, each as far as it is seen, and no scores
-              are ever written to memory; a second one merges the pieces
+    plain     plain JAX, on any platform. CPUs process chunks of slots one after another, as far as the sequences reach;
+              other platforms process all slots at once, because a chunk would be copied before use
+    triton    NVIDIA GPUs: one kernel reads many chunks of slots in parallel, each only as far as it is visible, without
+              writing scores to memory; a second kernel merges the chunks
 
-Queries of the heads that share a key head are taken together, so heads are never repeated. Keys and values are
-[batch, kv_heads, slots, dim]: what belongs together lies together.
+Query heads that share a key head are processed together, so heads are never repeated. Keys and values are
+[batch, kv_heads, slots, dim], so that the slots of a head are adjacent in memory.
 """
 
 import dataclasses
@@ -24,22 +24,22 @@ from jaxtyping import Array, Float
 from striped_attention.core.partial import Partial, accumulator, merge
 from striped_attention.errors import SlowKernelWarning
 
-CHUNK = 4096  # slots that a CPU takes at a time
-TRITON = (0, 13)  # Pallas lowers to Triton before this version of JAX; it says that it will be removed
-BLOCK = 128  # slots that a program of the kernel takes at a time; half of that for heads of 256, to fit its memory
-PROGRAMS = 1024  # of the kernel, about: several for each of a GPU's hundred multiprocessors
-WIDTH = 32  # numbers of a head that a program of the second kernel takes at a time
-ROWS = 16  # queries of a program are a multiple of this, as the tensor cores have it
+CHUNK = 4096  # slots that a CPU processes at a time
+TRITON = (0, 13)  # the first version of JAX assumed to lack Pallas's Triton backend, which is deprecated
+BLOCK = 128  # slots that a program processes at a time; half as many for head dim 256, to fit in shared memory
+PROGRAMS = 1024  # approximate number of programs: several for each of a GPU's hundred multiprocessors
+WIDTH = 32  # elements of a head that a program of the second kernel processes
+ROWS = 16  # queries of a program are padded to a multiple of this, as tensor cores require
 LOG2_E = 1.4426950408889634
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Few:
-    """All that a kernel is told besides queries, keys and values.
+    """Everything a kernel receives besides queries, keys and values.
 
     `ranges` are one or two pairs (start, end) of arrays [batch, queries]: the slots that a query sees. The positions of
-    queries [batch, queries] and of slots [batch, slots] serve the bias.
+    queries [batch, queries] and of slots [batch, slots] are used by the bias.
     """
 
     ranges: Any
@@ -50,7 +50,7 @@ class Few:
     softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
 
     def span(self, slots: int) -> tuple[Array, Array]:
-        """The first slot that a query of each text sees, and the one after the last; [batch] each."""
+        """Return the first slot that any query of each sequence sees, and one past the last; [batch] each."""
         some = [start < end for start, end in self.ranges]
         first = [jnp.where(s, start, slots).min(axis=1) for s, (start, _) in zip(some, self.ranges, strict=True)]
         last = [jnp.where(s, end, 0).max(axis=1) for s, (_, end) in zip(some, self.ranges, strict=True)]
@@ -63,7 +63,7 @@ def attend_few(
     value: Float[Array, "batch kv_heads slots dim"],
     few: Few,
 ) -> Partial:
-    """Attention of a few queries of every text to a device's slots, as the contract of kernels has it."""
+    """Attend from a few queries of every sequence to a device's slots; returns a partial result as in `contract.py`."""
     on_cpu = functools.partial(plain, width=CHUNK, accelerator=False)
     if not triton_can(query, key, few):
         return lax.platform_dependent(query, key, value, few, cpu=on_cpu, default=plain)
@@ -71,7 +71,7 @@ def attend_few(
 
 
 def triton_can(query: Any, key: Any, few: Few) -> bool:
-    """Whether the kernel for GPUs can do it; the plain one can do everything."""
+    """Return whether the Triton kernel supports these inputs; `plain` supports everything."""
     rows, (slots, dim) = query.shape[1] * query.shape[2] // key.shape[1], key.shape[2:]
     half = query.dtype == key.dtype and query.dtype in (jnp.bfloat16, jnp.float16)
     able = few.bias is None and half and dim in (16, 32, 64, 128, 256) and slots >= BLOCK and rows <= 64
@@ -89,8 +89,8 @@ def has_triton() -> bool:
 def _warn_without_triton() -> None:
     warnings.warn(
         SlowKernelWarning(
-            f"Decoding on GPUs has a kernel for JAX before {'.'.join(map(str, TRITON))}, by Pallas for Triton; this is "
-            f"JAX {jax.__version__}. Plain JAX runs instead, and reads empty slots of the cache too."
+            f"The Triton kernel for decoding on GPUs requires JAX before {'.'.join(map(str, TRITON))}; this is JAX "
+            f"{jax.__version__}. Decoding uses plain JAX instead, which also reads empty slots of the cache."
         ),
         stacklevel=4,
     )
@@ -99,7 +99,7 @@ def _warn_without_triton() -> None:
 def plain(
     query: Array, key: Array, value: Array, few: Few, width: int | None = None, accelerator: bool = True
 ) -> Partial:
-    """In plain JAX, `width` slots at a time, or all at once. Accelerators multiply 16-bit inputs as they are."""
+    """Attend in plain JAX, `width` slots at a time or all at once. Accelerators multiply 16-bit inputs directly."""
     (batch, queries, heads, dim), (kv_heads, slots) = query.shape, key.shape[1:3]
     dtype = accumulator(query.dtype)
     width = min(width or slots, slots)
@@ -109,7 +109,7 @@ def plain(
     grouped = query.astype(operand).reshape(batch, queries, kv_heads, -1, dim)
 
     def chunk(j: Any, total: Partial) -> Partial:
-        first = jnp.minimum(j * width, slots - width)  # the last chunk begins earlier, and hides what it repeats
+        first = jnp.minimum(j * width, slots - width)  # the last chunk starts earlier and masks repeated slots
         part = lambda x, axis: lax.dynamic_slice_in_dim(x, first, width, axis)  # noqa: E731
         scores = product("bqkgd,bksd->bqkgs", grouped, part(key, 2).astype(operand)) * few.scale
         scores = scores.reshape(batch, queries, heads, width)
@@ -139,7 +139,7 @@ def plain(
 
 
 def by_triton(query: Array, key: Array, value: Array, few: Few, interpret: bool = False) -> Partial:
-    """As two kernels. The first has a program for every sequence, key head and piece of the slots that are seen."""
+    """Attend with two Triton kernels. The first has one program per sequence, key head and chunk of visible slots."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -201,7 +201,7 @@ def by_triton(query: Array, key: Array, value: Array, few: Few, interpret: bool 
 
 
 def _program(scale: float, softcap: float | None, slots: int, pieces: int, block: int, *refs: Any) -> None:
-    """One piece of the slots of one text and key head: the running maximum and sum of an online softmax."""
+    """Attend to one chunk of the slots of one sequence and key head, with an online softmax."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -216,7 +216,7 @@ def _program(scale: float, softcap: float | None, slots: int, pieces: int, block
     def step(i: Any, carry: Any) -> Any:
         top, total, acc = carry
         at = begin + i * block
-        here = jnp.minimum(at, slots - block)  # the last block begins earlier, and hides what it repeats
+        here = jnp.minimum(at, slots - block)  # the last block starts earlier and masks repeated slots
         key, value = k[pl.ds(here, block), :], v[pl.ds(here, block), :]
         scores = triton.dot(query, key.T) * scale
         if softcap is not None:
@@ -239,7 +239,7 @@ def _program(scale: float, softcap: float | None, slots: int, pieces: int, block
 
 
 def _merge_program(parts: Any, sums: Any, out: Any, lse: Any) -> None:
-    """The merge of all pieces, as `merge_all` has it: some numbers of one query of one head."""
+    """Merge all chunks, like `merge_all`, for some elements of one query of one head."""
     each = sums[...]
     top = jnp.max(each, axis=0)
     shift = jnp.where(top == -jnp.inf, 0.0, top)

@@ -1,7 +1,7 @@
-"""Rates: how fast a kernel was measured to be, and what that makes of a request.
+"""Rates: the measured speed of a kernel, and the time that it implies for a request.
 
-Every kernel has `RATES`, by platform. The planner works out a whole ring from them; `seconds` is a rough figure for
-one block, enough to tell which of two kernels is faster.
+Every kernel has `RATES`, by platform. The planner computes the time of a whole ring from them; `seconds` is a rough
+estimate for one block, enough to rank kernels.
 """
 
 import dataclasses
@@ -9,16 +9,16 @@ import dataclasses
 from striped_attention.kernels.contract import Request
 from striped_attention.runtime.hardware import Hardware
 
-ANYWHERE = "any"  # the platform of rates for all platforms without their own
-BACKWARD = 2.5  # the FLOPs of attention's backward pass, in forward passes
+ANYWHERE = "any"  # key of the rates for all platforms without their own
+BACKWARD = 2.5  # FLOPs of attention's backward pass relative to the forward pass
 
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """How fast a pass runs: arithmetic as a part of the peak, and what each step costs besides.
+    """The speed of one pass: arithmetic as a fraction of peak, and the overhead of each step.
 
     A block of a ring takes FLOPs / (efficiency · peak) + query_bytes · (slots · heads · dim) / bandwidth + seconds. The
-    last two are merges, sums, small blocks' loss and the launch of kernels.
+    last two terms cover merges, gradient sums, the lower efficiency of small blocks, and kernel launches.
     """
 
     efficiency: float
@@ -28,9 +28,9 @@ class Rate:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What a kernel does on a platform: both passes, and how that is known.
+    """A kernel's rates on a platform: both passes, and where they come from (`known`).
 
-    Heads take as long as those whose dimension is the next multiple of `lanes`.
+    A head takes as long as one whose dimension is rounded up to a multiple of `lanes`.
     """
 
     forward: Rate
@@ -39,11 +39,11 @@ class Rates:
     lanes: int = 1
 
     def widening(self, dim: int) -> float:
-        """How much longer heads of this dimension take because of `lanes`."""
+        """Return the slowdown from rounding this head dimension up to a multiple of `lanes`."""
         return -(-dim // self.lanes) * self.lanes / dim
 
     def seconds(self, request: Request, hardware: Hardware) -> float:
-        """Both passes over one block of which half is visible."""
+        """Estimate the seconds of both passes over one block, half of which is visible."""
         elements = request.batch * request.queries * request.heads * request.dim
         flops = 2 * elements * request.keys * self.widening(request.dim)
         return sum(

@@ -1,7 +1,7 @@
 """Tiles: which tiles of a block run.
 
-The ranges of a block are monotone, so a row of tiles needs the key tiles from the first key that one of its queries
-sees to the last one. Kernels run these tiles and no others; the planner counts them with the same function.
+The ranges of a block are monotone. A row of query tiles therefore needs consecutive key tiles: from the first key that
+any of its queries sees to the last. Kernels run exactly these tiles; the planner counts them with the same function.
 """
 
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from striped_attention.core.layout import INT32_MAX, namespace
 
 
 class Spans(NamedTuple):
-    """Key tiles of every row of query tiles: `[first, last)` are run, `[inner_first, inner_last)` of them unmasked."""
+    """Key tiles for each row of query tiles: `[first, last)` run, of which `[inner_first, inner_last)` run unmasked."""
 
     first: Any
     inner_first: Any
@@ -19,9 +19,9 @@ class Spans(NamedTuple):
 
 
 def tile_spans(start: Any, end: Any, tile_q: int, tile_k: int) -> Spans:
-    """The key tiles that each row of `tile_q` queries needs; `start` and `end` are [rows, queries], NumPy or JAX.
+    """Return the key tiles that each row of `tile_q` queries needs; `start`, `end`: [rows, queries], NumPy or JAX.
 
-    From the first key that one of its queries sees to the last one. The last row of tiles may be shorter than others.
+    They extend from the first key that any query of the row sees to the last. The last row of tiles may be shorter.
     """
     xp = namespace(start)
     rows, queries = start.shape

@@ -1,14 +1,14 @@
-"""The `xla` kernel: tiled attention in plain JAX. It runs everywhere, does everything, and is the truth for the others.
+"""The `xla` kernel: tiled attention in plain JAX. It runs on any platform, supports every option, and is the reference.
 
-One head is worked through row by row of query tiles. A row runs the key tiles that `tile_spans` lists: the inner ones
-unmasked, the ragged edges masked, the rest not at all. Of a head's scores never more than one tile exists.
+Each head is processed by rows of query tiles. A row runs the key tiles that `tile_spans` lists: the inner ones
+unmasked, those at the edges masked, the rest not at all. Only one tile of scores is materialised per head.
 
-The forward pass keeps a running maximum and sum per row (online softmax). The backward pass rebuilds the probabilities
-of a tile from `lse` and works on *transposed* tiles [keys, queries]: then dk, dv and dqᵀ are products of matrices as
-they lie in memory, which XLA's CPU library runs at about twice the speed of a product with a transposed left side.
+The forward pass keeps a running maximum and sum per row (online softmax). The backward pass recomputes the
+probabilities of a tile from `lse` and works on *transposed* tiles [keys, queries]. Then dk, dv and dqᵀ are matrix
+products without a transposed left operand, which XLA's CPU library runs about twice as fast as products with one.
 
-Tiles are computed in float32 (float64 for float64 inputs), whatever the dtype of q, k and v; but an accelerator, made
-for that, multiplies bfloat16 and float16 inputs as they are, probabilities rounded to them, and adds up in float32.
+Tiles are computed in float32 (float64 for float64 inputs), whatever the dtype of q, k and v. Accelerators instead
+multiply bfloat16 and float16 inputs directly, with probabilities rounded to the same dtype and float32 sums.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ AUTOMATIC = True
 FULL_OUT = True
 SUMS_LAST = False
 DIFFERENTIABLE = True
-CPU_TILE = (256, 256)  # queries × keys: 256 KiB of float32 scores, which a core's second-level cache holds
-ACCELERATOR_TILE = (1024, 1024)  # fewer, larger steps, for each is a handful of kernels to launch
-# Fitted to benchmarks/results/gpu_masks_*.json by least squares of relative errors, both passes together; split as
-# forward and backward are with 32,768 tokens. Blocks were timed by themselves: merges are not in it.
+CPU_TILE = (256, 256)  # queries × keys: 256 KiB of float32 scores, which fit in a core's L2 cache
+ACCELERATOR_TILE = (1024, 1024)  # fewer, larger steps, because each step launches several kernels
+# Fitted to benchmarks/results/gpu_masks_*.json by least squares of relative errors, both passes together; split into
+# forward and backward in the ratio measured with 32,768 tokens. Blocks were timed alone, so merges are not included.
 _GPU = Rates(
     forward=Rate(efficiency=0.0855, query_bytes=153.0, seconds=330e-6),
     backward=Rate(efficiency=0.117, query_bytes=159.0, seconds=342e-6),
@@ -43,27 +43,27 @@ _GPU = Rates(
 )
 RATES = {
     "gpu": _GPU,
-    "tpu": dataclasses.replace(_GPU, known="assumed to be as on an H200, not measured"),
+    "tpu": dataclasses.replace(_GPU, known="assumed equal to an H200, not measured"),
     # Fitted to benchmarks/results/cpu_balance.json and cpu_balance_8192.json in the same way.
-    "cpu": Rates(Rate(0.611), Rate(0.738), "measured on a core of an AMD EPYC"),
-    ANYWHERE: dataclasses.replace(_GPU, known="assumed to be as on an H200, not measured"),
+    "cpu": Rates(Rate(0.611), Rate(0.738), "measured on one core of an AMD EPYC"),
+    ANYWHERE: dataclasses.replace(_GPU, known="assumed equal to an H200, not measured"),
 }
 _HALF = (jnp.bfloat16, jnp.float16)
-_accelerator: bool | None = None  # which way tiles go; None: as the platform has it
+_accelerator: bool | None = None  # which code path to use; None: decided by the platform
 
 
 def default_tile(request: Request) -> tuple[int, int]:
-    """Queries × keys of a tile, if nobody asks for another."""
+    """Return the default queries × keys of a tile."""
     return CPU_TILE if request.platform == "cpu" else ACCELERATOR_TILE
 
 
 def unsupported(request: Request) -> None:
-    """This kernel does everything."""
+    """Return None: this kernel supports every request."""
 
 
 @contextlib.contextmanager
 def _as_on_accelerators() -> Iterator[None]:
-    """The way that accelerators go, on any platform."""
+    """Use the code path for accelerators on any platform."""
     global _accelerator
     before, _accelerator = _accelerator, True
     try:
@@ -93,7 +93,7 @@ def attend_grad(
 
 
 def _by_ranges(block: Block) -> Block:
-    """The block without its pattern: its ranges say it all, and blocks that differ in nothing else are traced once."""
+    """Drop the block's pattern. Its ranges suffice, and blocks that differ only in their pattern are traced once."""
     return dataclasses.replace(block, pattern=None)
 
 
@@ -143,9 +143,9 @@ def _map_heads(
 ) -> Any:
     """Run `head(tiles, *arrays, bias, rows)` for every sequence and key head of arrays [batch, n, kv_heads, ...].
 
-    Sequences may have masks, so tile counts, of their own: they go one after the other. Heads share a mask. A CPU
-    takes them one by one, out of arrays as they lie and into results as they shall lie, which keeps a tile in its
-    cache and makes no transposed copies; an accelerator takes them all at once.
+    Sequences may have different masks, and so different tile counts: they run one after another. Heads share a mask. A
+    CPU processes heads one by one, slicing the arrays and results in their final memory order, which keeps a tile in
+    cache and avoids transposed copies; an accelerator processes all heads at once.
     """
     batch, kv_heads = k.shape[0], k.shape[2]
     split = lambda x: x.astype(accumulator(q.dtype)).reshape(kv_heads, -1, *x.shape[1:])  # noqa: E731
@@ -187,10 +187,10 @@ def _map_heads(
 
 
 class _Tiles:
-    """Sizes of a block's tiles, what they are computed in, and the way from one head's arrays to tiles and back.
+    """Tile sizes and compute dtypes of a block, and the conversion of one head's arrays to tiles and back.
 
-    A key head serves a group of query heads. A row of tiles takes `width` of them together: one on a CPU, whose cache
-    would not hold more; the whole group on an accelerator.
+    A key head serves a group of query heads. A row of tiles processes `width` of them together: one on a CPU, whose
+    cache would not hold more; the whole group on an accelerator.
     """
 
     def __init__(self, q: Array, k: Array, block: Block, accelerator: bool) -> None:
@@ -234,18 +234,18 @@ class _Tiles:
         return x[: self.n_k]
 
     def row(self, r: Any) -> tuple[Any, Any]:
-        """The first member of the group and the row of query tiles that row `r` of all is about."""
+        """Split index `r` over all rows into the first query head of its group and its row of query tiles."""
         return r // self.tile_rows * self.width, r % self.tile_rows
 
     def dot(self, a: Array, b: Array) -> Array:
-        """The product of two matrices, with float32 sums: 16-bit ones as they are, float32 ones not rounded."""
+        """Multiply two matrices with float32 sums: 16-bit operands directly, float32 operands in full precision."""
         precision = None if self.operand in _HALF else lax.Precision.HIGHEST
         a, b = a.astype(self.operand), b.astype(self.operand)
         return jnp.dot(a, b, precision=precision, preferred_element_type=self.dtype)
 
 
 def _logits(tiles: _Tiles, product: Array, bias: Bias | None, key_first: Array, query_first: Array, axis: int) -> Array:
-    """Scores of a tile from its products q·k: scale, softcap, bias. Queries lie along `axis` of the tile."""
+    """Compute a tile's scores from its products q·k: scale, softcap, bias. Queries lie along `axis` of the tile."""
     block = tiles.block
     product = product * block.scale
     if block.softcap is not None:
@@ -259,14 +259,14 @@ def _logits(tiles: _Tiles, product: Array, bias: Bias | None, key_first: Array, 
 
 
 def _visible(tiles: _Tiles, start: Array, end: Array, key_first: Array, axis: int) -> Array:
-    """Which scores of a tile the mask lets through; queries lie along `axis`."""
+    """Return which scores of a tile are visible; queries lie along `axis`."""
     start, end = jnp.tile(start, tiles.width), jnp.tile(end, tiles.width)
     slot = jnp.expand_dims(key_first + jnp.arange(tiles.tile_k, dtype=jnp.int32), axis)
     return (jnp.expand_dims(start, 1 - axis) <= slot) & (slot < jnp.expand_dims(end, 1 - axis))
 
 
 def _each_tile(spans: Spans, step: Callable[[Any, Any, bool], Any], carry: Any) -> Any:
-    """Run `step(tile, carry, masked)` on every key tile of a row: first the inner ones, then both ragged edges."""
+    """Run `step(tile, carry, masked)` on every key tile of a row: first the inner ones, then those at both edges."""
     carry = lax.fori_loop(spans.inner_first, spans.inner_last, lambda j, c: step(j, c, False), carry)
     before = spans.inner_first - spans.first
 
@@ -295,7 +295,7 @@ def _head_forward(tiles: _Tiles, q: Array, k: Array, v: Array, bias: Bias | None
             if masked:
                 scores = jnp.where(_visible(tiles, row_start, row_end, j * tile_k, axis=0), scores, -jnp.inf)
             new_top = jnp.maximum(top, jnp.max(scores, axis=1))
-            shift = jnp.where(jnp.isneginf(new_top), 0, new_top)  # a row that has seen nothing yet: no -inf - -inf
+            shift = jnp.where(jnp.isneginf(new_top), 0, new_top)  # avoids -inf - -inf in a row that has seen no key yet
             p = jnp.exp(scores - shift[:, None])
             fade = jnp.exp(top - shift)
             return new_top, total * fade + jnp.sum(p, axis=1), acc * fade[:, None] + tiles.dot(p, value)
@@ -317,7 +317,7 @@ def _head_backward(
 ) -> tuple[Array, Array, Array, Bias | None]:
     start, end, spans = rows
     tile_q, tile_k, high = tiles.tile_q, tiles.tile_k, tiles.width * tiles.tile_q
-    # A padding row repeats the last real one, so that its probabilities are finite, and its gradient is 0.
+    # Padding rows repeat the last real q and lse, so their probabilities are finite; their dout and delta are 0.
     q, lse = tiles.queries(q, tiles.operand), tiles.queries(lse, tiles.dtype)
     dout, delta = tiles.queries(dout, tiles.operand, edge=False), tiles.queries(delta, tiles.dtype, edge=False)
     k, v = tiles.keys(k), tiles.keys(v)

@@ -1,18 +1,18 @@
-"""Model: a LLaMA-style decoder as plain functions on a pytree of arrays, for one device's share of a long sequence.
+"""Model: a LLaMA-style decoder as plain functions on a pytree of arrays, for one device's shard of a long sequence.
 
-Everything but `ModelConfig` and `init` runs inside `jax.shard_map`: a device holds [batch, slots] of the tokens, in
-layout order, and a shard of every weight. A layer is three things:
+Everything except `ModelConfig` and `init` runs inside `jax.shard_map`: a device holds [batch, slots] of the tokens, in
+layout order, and a shard of every weight. A layer has three steps:
 
-    q, k, v = before(x)          norm, projections, rotary positions     a stage: position by position, chunk by chunk
-    a = attention(q, k, v)       the ring                                the only place where positions meet
+    q, k, v = before(x)          norm, projections, rotary positions     a stage: position-wise, chunk by chunk
+    a = attention(q, k, v)       the ring                                the only step in which positions interact
     x = after(x, a)              projection, norm, SwiGLU                a stage
 
-Because of the chunks nothing of size slots × ffn or slots × vocabulary needs to exist, forward or backward. Layers are
-stacked and scanned. Where only some of them have a sliding window, a step of the scan is a period of that pattern, so
-that the mask of every layer is static and kernels can skip what it hides. What is kept of a layer for the backward
-pass, besides its input, is a choice (`REMAT`):
+Thanks to the chunks, no array of size slots × ffn or slots × vocabulary is materialised, forward or backward. Layers
+are stacked and scanned. If only some layers have a sliding window, one step of the scan covers a whole period of that
+pattern, so the mask of every layer is static and kernels can skip hidden tiles. `REMAT` selects what a layer keeps for
+the backward pass, besides its input:
 
-    none        the result of every matrix product, and attention's: nothing is multiplied twice
+    none        the results of all matrix products and of attention: no product is recomputed
     qkv         attention's result and its inputs
     attention   attention's result
     full        nothing
@@ -42,36 +42,36 @@ from striped_attention.strategies.strategy import AUTO, Strategy
 
 Weights = dict[str, Any]
 
-REMAT = ("none", "qkv", "attention", "full")  # from the most memory and the least work to the opposite
+REMAT = ("none", "qkv", "attention", "full")  # from the most memory and the least recomputation to the opposite
 NORMS = ("before", "around", "after")
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
-PRODUCT = "matrix_product"  # what carries this name is kept by "none"
-SCORES = 2**28  # of the vocabulary, in float32 and at a time: 1 GiB, enough for a device to be busy
+PRODUCT = "matrix_product"  # the checkpoint name of the arrays that "none" keeps
+SCORES = 2**28  # logits computed at a time, in float32: 1 GiB, enough to keep a device busy
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model. LLaMA's: RMSNorm before each half of a layer, rotary positions, SwiGLU.
+    """The shape of a model. By default LLaMA's: RMSNorm before each sublayer, rotary positions, SwiGLU.
 
-    What its relatives have besides:
+    Options for related families:
 
-    * `head_width` other than dim / heads; one matrix for embedding and scores (`tied`).
+    * `head_width` other than dim / heads; `tied`: one matrix for the embedding and the logits.
     * A sliding `window` in every layer (Mistral), or with `full_every` = n in all but every n-th (Gemma 2 and 3).
-    * `biases` of queries, keys and values (Qwen 2); norms of queries and keys, of each head (`head_norms`: Qwen 3,
-      Gemma 3) or of all heads at once (`wide_norms`: OLMo 2).
-    * `norms` "before" each half of a layer, "after" it (OLMo 2) or on both sides, "around" it (Gemma). With
-      `centered_norms` the factor of a norm is 1 + weight (Gemma).
+    * `biases` for queries, keys and values (Qwen 2); norms of queries and keys, per head (`head_norms`: Qwen 3,
+      Gemma 3) or across all heads (`wide_norms`: OLMo 2).
+    * `norms` "before" each sublayer, "after" it (OLMo 2) or "around" it, on both sides (Gemma). With `centered_norms`
+      the scale of a norm is 1 + weight (Gemma).
     * `activation` of the gate: silu or gelu_tanh (Gemma).
-    * `softcap` of attention's scores and `score_softcap` of the vocabulary's (Gemma 2): s becomes cap · tanh(s / cap).
-    * `attention_width`: attention's scores are divided by its root instead of that of the head's width (Gemma).
-    * `scaled_embedding`: multiplied by √dim (Gemma).
-    * Rotary positions with a `stretch`; with `local_theta` for layers with a window, which then have no stretch
-      (Gemma 3); of the first `rotary_width` numbers of a head alone (Phi-4-mini).
-    * `fused`: Hugging Face's files keep query, key and value as one matrix, gate and up as another (Phi). Nothing is
-      computed in another way.
+    * `softcap` for attention scores and `score_softcap` for logits (Gemma 2): s becomes cap · tanh(s / cap).
+    * `attention_width`: attention scores are divided by its square root instead of that of the head width (Gemma).
+    * `scaled_embedding`: embeddings are multiplied by √dim (Gemma).
+    * `stretch`: rope scaling. `local_theta`: the theta of layers with a window, which are then not scaled (Gemma 3).
+      `rotary_width`: only the first `rotary_width` elements of each head are rotated (Phi-4-mini).
+    * `fused`: Hugging Face's files store query, key and value as one matrix, gate and up as another (Phi). The
+      computation is the same.
     """
 
     layers: int
@@ -107,8 +107,7 @@ class ModelConfig:
                 raise ValueError(f"{name} of a model must be at least 1; got {getattr(self, name)}.")
         if self.head_width is None and self.dim % (2 * self.heads):
             raise ValueError(
-                f"A model's dim must be its heads times an even number, the width of a head; got dim {self.dim} and "
-                f"{self.heads} heads."
+                f"A model's dim must be its heads times an even head width; got dim {self.dim} and {self.heads} heads."
             )
         if self.head_dim % 2 or self.head_dim < 2:
             raise ValueError(f"The width of a head must be even; got {self.head_dim}.")
@@ -120,19 +119,19 @@ class ModelConfig:
             )
         if self.full_every is not None and (self.window is None or self.full_every < 2):
             raise ValueError(
-                f"With full_every, at least 2, all but every such layer have a window; got full_every "
+                f"full_every must be at least 2 and needs a window, for the other layers; got full_every "
                 f"{self.full_every} and window {self.window}."
             )
         if self.local_theta is not None and self.window is None:
-            raise ValueError(f"A local_theta is for layers with a window; got {self.local_theta} and no window.")
+            raise ValueError(f"local_theta is for layers with a window; got {self.local_theta} and no window.")
         if self.rotary_width is not None and not (self.rotary_width % 2 == 0 < self.rotary_width <= self.head_dim):
             raise ValueError(
-                f"The part of a head that is rotated must be even and at most its {self.head_dim} numbers; got "
+                f"rotary_width must be even, above 0 and at most the head width {self.head_dim}; got "
                 f"{self.rotary_width}."
             )
         if self.norms not in NORMS or self.activation not in ACTIVATIONS:
             raise ValueError(
-                f"A model's norms are {', '.join(NORMS)}, its activation {' or '.join(ACTIVATIONS)}; got "
+                f"A model's norms must be one of {', '.join(NORMS)}, its activation {' or '.join(ACTIVATIONS)}; got "
                 f"{self.norms!r} and {self.activation!r}."
             )
 
@@ -142,21 +141,21 @@ class ModelConfig:
 
     @property
     def attention_scale(self) -> float | None:
-        """What attention's scores are multiplied with; None for 1/√head_dim."""
+        """The factor on attention scores; None means 1/√head_dim."""
         return None if self.attention_width is None else self.attention_width**-0.5
 
     @property
     def mask(self) -> Mask:
-        """What a token sees in a layer, documents aside; in the layers without a window if there are both kinds."""
+        """The mask of a layer, without documents. If layers differ, that of the layers without a window."""
         return causal() if self.window is None or self.full_every is not None else sliding_window(self.window)
 
     @property
     def period(self) -> int:
-        """Layers after which the pattern of windows begins again."""
+        """The number of layers after which the pattern of windows repeats."""
         return self.full_every or 1
 
     def layer(self, index: int) -> "ModelConfig":
-        """What layer `index` computes, as a model whose layers are all like it. Equal layers give equal models."""
+        """Return the config of layer `index`: a model whose layers are all like it. Equal layers give equal configs."""
         if self.full_every is not None and (index + 1) % self.full_every == 0:
             return dataclasses.replace(self, window=None, full_every=None, local_theta=None)
         if self.full_every is None and self.local_theta is None:
@@ -168,19 +167,19 @@ class ModelConfig:
 
     @property
     def kinds(self) -> dict["ModelConfig", int]:
-        """The different layers, as `layer` gives them, and how many there are of each; without a window first."""
+        """The distinct layers, as returned by `layer`, and the number of each; those without a window first."""
         found = collections.Counter(self.layer(i) for i in range(self.layers))
         return dict(sorted(found.items(), key=lambda kind: kind[0].window is not None))
 
     def at_length(self, length: int) -> "ModelConfig":
-        """The model as it is run on sequences of up to `length` tokens, by which longrope chooses its factors."""
+        """Return the model for sequences of up to `length` tokens, which determines longrope's factors."""
         if self.stretch is None:
             return self
         return dataclasses.replace(self, stretch=self.stretch.at_length(length))
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> "ModelConfig":
-        """The inverse of `dataclasses.asdict`; what a model of an older version does not say is as it was then."""
+        """The inverse of `dataclasses.asdict`; fields that an older version did not have take their defaults."""
         stretch = said.get("stretch")
         return cls(**{**said, "stretch": None if stretch is None else Stretch.from_json(stretch)})
 
@@ -218,11 +217,11 @@ class ModelConfig:
 
     @property
     def last(self) -> tuple[str, ...]:
-        """The weights that make scores of the last layer's result."""
+        """The names of the weights that turn the last layer's output into logits."""
         return ("norm", "embedding" if self.tied else "unembedding")
 
     def specs(self, devices: int) -> Weights:
-        """How every weight lies on a mesh of that many devices."""
+        """Return the sharding of every weight on a mesh of `devices` devices."""
 
         def one(path: Any, shape: tuple[int, ...]) -> PartitionSpec:
             return AXES.weight(shape, devices, stacked=path[0].key == "layers")
@@ -230,7 +229,7 @@ class ModelConfig:
         return jax.tree_util.tree_map_with_path(one, self.shapes, is_leaf=_is_shape)
 
     def layer_specs(self, devices: int) -> Weights:
-        """The same with each layer's weights by themselves, as generation has them."""
+        """Return the same with a separate entry for each layer, as used in generation."""
         specs = self.specs(devices)
         layer = {name: PartitionSpec(*spec[1:]) for name, spec in specs["layers"].items()}
         return {**specs, "layers": [layer] * self.layers}
@@ -243,7 +242,7 @@ class ModelConfig:
 # The weights of a layer's second stage; the others belong to the first.
 AFTER = ("output", "after_attention_norm", "ffn_norm", "gate", "up", "gate_up", "down", "after_ffn_norm")
 
-# The paper's models are LLaMA's shapes at three sizes; the 7B one is LLaMA 7B itself.
+# The paper's models have LLaMA's shape at three sizes; 7b is LLaMA 7B itself.
 PRESETS = {
     "debug": ModelConfig(layers=2, dim=128, ffn=384, heads=4, kv_heads=2, vocabulary=320),
     "1b": ModelConfig(layers=22, dim=2048, ffn=5504, heads=16, kv_heads=16, vocabulary=32_000),
@@ -257,7 +256,7 @@ PRESETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """How a model is run, as opposed to what it is. `devices` is the size of the sequence axis."""
+    """How to run a model, as opposed to its shape. `devices` is the size of the sequence axis."""
 
     layout: Layout
     devices: int
@@ -275,7 +274,7 @@ class Compute:
         return self.layout.padded_length(self.length, self.devices)
 
     def attend(self, config: ModelConfig, q: Array, k: Array, v: Array, mask: Mask) -> Array:
-        """Attention over the whole sequence, in a layer of the model `config`."""
+        """Compute attention over the whole sequence, in a layer of the model `config`."""
         return attention_shard(
             *(q, k, v),
             axis_name=AXES.sequence,
@@ -295,7 +294,7 @@ class Compute:
 
 
 def init(config: ModelConfig, key: Array) -> Weights:
-    """Fresh float32 weights: normal with deviation 0.02, smaller where a layer adds to the residual stream."""
+    """Return new float32 weights: normal, standard deviation 0.02, smaller if added to the residual stream."""
     named, structure = jax.tree_util.tree_flatten_with_path(config.shapes, is_leaf=_is_shape)
     keys = jax.random.split(key, len(named))
 
@@ -311,7 +310,7 @@ def init(config: ModelConfig, key: Array) -> Weights:
 
 
 def loss_chunk(chunk: int, vocabulary: int) -> int:
-    """Tokens whose scores exist at a time, where stages take `chunk`."""
+    """Return how many tokens get their logits at a time, when stages take chunks of `chunk` tokens."""
     return min(chunk, max(1024, SCORES // vocabulary))
 
 
@@ -325,7 +324,7 @@ def token_losses(
     mask: Mask,
     attend: Callable[..., Array] | None = None,
 ) -> Float[Array, "batch slots"]:
-    """Minus the log-probability of every target, for this device's slots. `attend` replaces the ring, in tests."""
+    """Return the cross-entropy of every target, for this device's slots. `attend` replaces the ring in tests."""
     x = last_layer(config, compute, weights, specs, tokens, mask, attend)
     last, last_specs = ({name: tree[name] for name in config.last} for tree in (weights, specs))
     chunk = loss_chunk(compute.chunk, config.vocabulary)
@@ -343,7 +342,7 @@ def weighted_loss(
     mask: Mask,
     attend: Callable[..., Array] | None = None,
 ) -> Float[Array, ""]:
-    """The sum of `token_losses` times `loss_weights`. Its gradient needs no scores a second time."""
+    """Return the sum of `token_losses` times `loss_weights`. Its gradient does not recompute the logits."""
 
     def weighted(last: Weights, x: Array, constants: tuple[Array, Array]) -> Array:
         targets, loss_weights = constants
@@ -364,7 +363,7 @@ def last_layer(
     mask: Mask,
     attend: Callable[..., Array] | None = None,
 ) -> Float[Array, "batch slots dim"]:
-    """The last layer's result, for this device's slots."""
+    """Return the last layer's output for this device's slots."""
     config = config.at_length(compute.length)
     keep = PRODUCT if compute.remat == "none" else None
     run = functools.partial(stage, chunk=compute.chunk, dtype=compute.dtype, keep=keep)
@@ -374,7 +373,7 @@ def last_layer(
     def layer(index: int, x: Array, weights: Weights) -> Array:
         if config.period == 1:
             return of_kind(config.layer(index), x, weights)
-        # Cut here, where it is made again for the backward pass: kept, it would be another copy of every weight.
+        # Slice inside the checkpointed function, which recomputes it: if kept, it would be a copy of every weight.
         return of_kind(config.layer(index), x, {name: w[index] for name, w in weights.items()})
 
     def of_kind(config: ModelConfig, x: Array, weights: Weights) -> Array:
@@ -392,7 +391,7 @@ def last_layer(
             x = one(x, weights)
         return x, None
 
-    embed = functools.partial(stage, chunk=tokens.shape[1], dtype=compute.dtype)  # in one go: its gradient is a table
+    embed = functools.partial(stage, chunk=tokens.shape[1], dtype=compute.dtype)  # one chunk: its gradient is a table
     x = embed(functools.partial(lookup, config), weights["embedding"], specs["embedding"], (), tokens)
     whole, rest = _periods(weights["layers"], config.layers, config.period)
     x, _ = lax.scan(period, x, whole)
@@ -402,24 +401,24 @@ def last_layer(
 
 
 def _periods(weights: Weights, layers: int, period: int) -> tuple[Weights, Weights]:
-    """Stacked weights as [periods, period, ...], and those of the layers that are left at the end."""
+    """Return stacked weights as [periods, period, ...], and those of the remaining layers at the end."""
     if period == 1:
         return weights, {}
     left = layers % period
-    # Not by slices, whose gradients are arrays of the whole size each, full of zeros.
+    # split, not slices: the gradient of every slice would be an array of full size, padded with zeros.
     parts = {name: lax.split(w, (layers - left, left)) if left else [w] for name, w in weights.items()}
     whole = {name: part[0].reshape(layers // period, period, *part[0].shape[1:]) for name, part in parts.items()}
     return whole, {name: part[-1] for name, part in parts.items()}
 
 
 def split_layer(weights: Weights) -> tuple[Weights, Weights]:
-    """The weights (or anything else about them) of a layer's two stages, `before` and `after`."""
+    """Split the weights of a layer (or their specs) into those of its two stages, `before` and `after`."""
     first = {n: x for n, x in weights.items() if n not in AFTER}
     return first, {n: x for n, x in weights.items() if n in AFTER}
 
 
 def _remat(layer: Any, kind: str) -> Any:
-    """The layer with what is kept of its forward pass. Without a checkpoint attention keeps its inputs as well."""
+    """Set what a layer keeps of its forward pass. Without a checkpoint, attention keeps its inputs as well."""
     if kind in ("none", "qkv"):
         return layer
     names = SAVED if kind == "attention" else ()
@@ -427,12 +426,12 @@ def _remat(layer: Any, kind: str) -> Any:
 
 
 def lookup(config: ModelConfig, embedding: Array, _: Any, tokens: Array) -> Array:
-    # The gradient adds up all uses of a token: in float32, which bf16 would stop counting at 256.
+    # The gradient sums over all uses of a token, so in float32: a bfloat16 sum of ones stalls at 256.
     return scale_embedding(config, embedding.astype(jnp.float32)[tokens].astype(embedding.dtype))
 
 
 def scale_embedding(config: ModelConfig, x: Array) -> Array:
-    """What enters the first layer, from the embedding's rows. The factor is rounded like them, as transformers does."""
+    """Scale embedding rows for the first layer. The factor is rounded to their dtype, as in transformers."""
     return x * jnp.asarray(config.dim**0.5, x.dtype) if config.scaled_embedding else x
 
 
@@ -443,9 +442,9 @@ def _as_it_is(x: Array) -> Array:
 def before(
     config: ModelConfig, weights: Weights, x: Array, positions: Array, whole: Callable[[Array], Array] = _as_it_is
 ) -> tuple[Array, Array, Array]:
-    """Queries, keys and values of a layer; `config` is what `ModelConfig.layer` says of it.
+    """Return queries, keys and values of a layer; `config` is that of the layer (`ModelConfig.layer`).
 
-    Where fused weights are split over devices (`generation.fused`), `whole` gathers or adds up their products.
+    If fused weights are split over devices (`generation.fused`), `whole` gathers or sums their products.
     """
     y = x if config.norms == "after" else _norm(config, x, weights["attention_norm"])
     q, k, v = _attention_inputs(config, weights, y, whole)
@@ -461,7 +460,7 @@ def before(
 def _attention_inputs(
     config: ModelConfig, weights: Weights, y: Array, whole: Callable[[Array], Array]
 ) -> tuple[Array, Array, Array]:
-    """Queries, keys and values before their norms and rotation."""
+    """Return queries, keys and values before their norms and rotation."""
     if "qkv" in weights:
         flat = whole(_project("bsd,ed->bse", y, weights["qkv"]))
         flat = _for_all(jnp.add, flat, weights["qkv_bias"]) if config.biases else flat
@@ -481,7 +480,7 @@ def after(
     _: Any,
     whole: Callable[[Array], Array] = _as_it_is,
 ) -> Array:
-    """The residual stream behind a layer, from that before it and what attention gave; `whole` is as for `before`."""
+    """Return the residual stream after a layer, from that before it and attention's output; `whole` as in `before`."""
     x, attended = inputs
     y = whole(_attention_output(weights, attended))
     x = x + (y if config.norms == "before" else _norm(config, y, weights["after_attention_norm"]))
@@ -509,7 +508,7 @@ def _feed_forward(config: ModelConfig, weights: Weights, y: Array) -> Array:
 
 
 def logits(config: ModelConfig, weights: Weights, x: Array) -> Array:
-    """The scores of every token of the vocabulary, in float32, from the last layer's result."""
+    """Return the logits of the vocabulary, in float32, from the last layer's output."""
     unembedding = weights["embedding"].T if config.tied else weights["unembedding"]
     scores = _logits(_norm(config, x, weights["norm"]), unembedding)
     cap = config.score_softcap
@@ -536,12 +535,12 @@ def _times_one_more(x: Array, weight: Array) -> Array:
 
 
 def _for_all(operation: Callable[..., Array], x: Array, weight: Array) -> Array:
-    """x and a weight that all tokens share. Its gradient is a sum over tokens: in float32, like that of `lookup`."""
+    """Apply an operation to x and a weight that all tokens share; the weight's gradient is summed in float32."""
     return operation(x.astype(jnp.float32), weight.astype(jnp.float32)).astype(x.dtype)
 
 
 def _precision(dtype: Any) -> lax.Precision | None:
-    """float32 means float32, also on hardware that would rather round."""
+    """Full precision for float32, even on hardware that would round by default."""
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
@@ -551,7 +550,7 @@ def _project(form: str, x: Array, weight: Array) -> Array:
 
 @jax.custom_vjp
 def _logits(x: Array, weight: Array) -> Array:
-    """x · weight in float32; its gradient is rounded to the compute dtype before the products, like every other."""
+    """Return x · weight in float32. As everywhere, gradients are rounded to the compute dtype before the products."""
     return jnp.einsum("bsd,dv->bsv", x, weight, precision=_precision(x.dtype), preferred_element_type=jnp.float32)
 
 

@@ -1,16 +1,16 @@
-"""Rotary: positions as angles, by which pairs of a head's numbers are turned.
+"""Rotary: rotary position embeddings (RoPE) and their scaling to longer sequences.
 
-Pair i of a head turns by position · frequency_i, and frequencies fall from 1 to about 1/theta. Models that learned on
-short texts reach longer ones with frequencies that were changed afterwards; `Stretch` is how:
+Pair i of a head's elements is rotated by position · frequency_i; frequencies fall from 1 to about 1/theta. Models
+trained on short sequences are extended to longer ones by rope scaling, which changes the frequencies (`Stretch`):
 
     linear    all are divided by `factor`
-    llama3    the slow ones are divided, the fast ones are not, with a ramp between them          (Llama 3.1 and later)
-    yarn      the same with a ramp of another form, and scores are made a little larger           (Qwen at 128k)
-    longrope  each is divided by a factor of its own, of one list for short sequences and of another for long ones, and
-              scores are made a little larger                                     (Phi-3 at 128k, Phi-3.5, Phi-4-mini)
+    llama3    low frequencies are divided, high ones are not, with a ramp in between              (Llama 3.1 and later)
+    yarn      the same with a different ramp, and slightly larger attention scores                (Qwen at 128k)
+    longrope  each is divided by its own factor, from one list for short sequences and another for long ones, and
+              attention scores are slightly larger                                (Phi-3 at 128k, Phi-3.5, Phi-4-mini)
 
-Which list of longrope holds is a choice for all tokens that meet: keys that were rotated with one cannot be compared
-with queries that were rotated with the other. So it follows from the length that a run is for (`at_length`), once.
+All tokens of a sequence must use the same longrope list: keys rotated with one list do not fit queries rotated with the
+other. So the list is chosen once, by the sequence length that a run is for (`at_length`).
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ STRETCHES = ("linear", "llama3", "yarn", "longrope")
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-    """How frequencies were changed for longer texts than the `original_length` that a model first learned on.
+    """Rope scaling: how frequencies change for sequences longer than the `original_length` of pretraining, in tokens.
 
-    `slow` and `fast` are turns over the original length: what turns less often is divided by `factor`, what turns more
-    often is left alone. `amplitude` is what cosine and sine are multiplied with; None is what yarn and
-    longrope make of the factor. `short` and `long` are longrope's factors, one per pair, for sequences of up to
-    `original_length` tokens and for longer ones.
+    `slow` and `fast` count rotations over the original length: frequencies below `slow` are divided by `factor`, those
+    above `fast` are unchanged. `amplitude` is the factor on cosine and sine; with None, yarn and longrope derive it
+    from `factor`. `short` and `long` are longrope's factors, one per pair, for sequences of up to `original_length`
+    tokens and for longer ones.
     """
 
     kind: str
@@ -45,20 +45,20 @@ class Stretch:
 
     def __post_init__(self) -> None:
         if self.kind not in STRETCHES:
-            raise ValueError(f"Rotary positions can be stretched by {', '.join(STRETCHES)}; got {self.kind!r}.")
+            raise ValueError(f"Rope scaling must be one of {', '.join(STRETCHES)}; got {self.kind!r}.")
         if self.kind != "linear" and not self.original_length:
-            raise ValueError(f"The stretch {self.kind} needs the original length of a model's texts; got none.")
+            raise ValueError(f"Rope scaling {self.kind} needs the model's original sequence length; got none.")
         if (self.kind == "longrope") != bool(self.short and self.long):
-            raise ValueError(f"Factors per pair, short and long ones, are longrope's; got {self.kind}'s: {self}.")
+            raise ValueError(f"Rope scaling longrope, and no other, needs short and long factors; got {self}.")
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> "Stretch":
-        """The inverse of `dataclasses.asdict`, also where JSON has made lists of tuples."""
+        """The inverse of `dataclasses.asdict`, even after JSON has turned tuples into lists."""
         fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in said.items()}
         return cls(**fields)
 
     def at_length(self, length: int) -> "Stretch":
-        """The same for sequences of up to `length` tokens: of longrope's factors those that hold then."""
+        """Return the scaling for sequences of up to `length` tokens: it selects the list of longrope's factors."""
         if self.kind != "longrope":
             return self
         assert self.original_length is not None
@@ -71,7 +71,7 @@ class Stretch:
         if self.kind == "longrope":
             assert self.short is not None
             if self.short != self.long:
-                raise ValueError("The factors of longrope follow from a length: call at_length before.")
+                raise ValueError("The factors of longrope depend on the sequence length. Call at_length first.")
             if len(self.short) != len(frequency):
                 raise ValueError(f"longrope has {len(self.short)} factors, but a head has {len(frequency)} pairs.")
             return frequency / np.array(self.short)
@@ -88,7 +88,7 @@ class Stretch:
 
     @property
     def scale(self) -> float:
-        """What cosine and sine are multiplied with."""
+        """The factor on cosine and sine."""
         if self.amplitude is not None:
             return self.amplitude
         if self.factor <= 1 or self.kind not in ("yarn", "longrope"):
@@ -102,10 +102,10 @@ class Stretch:
 def rotary(
     positions: Int[Array, "batch slots"], width: int, theta: float, stretch: Stretch | None = None
 ) -> tuple[Float[Array, "batch slots half"], Float[Array, "batch slots half"]]:
-    """Cosine and sine of the rotary angles of `width` numbers of a head, in float32.
+    """Return cosine and sine of the rotary angles of `width` elements of a head, in float32.
 
-    position · frequency in float32 is off by 0.03 at a million. So the angle is the sum of two: whole thousands, whose
-    turn is reduced to less than a circle in float64 beforehand, and the rest.
+    In float32, position · frequency is off by 0.03 at position 1,000,000. So the angle is the sum of two: that of whole
+    blocks of 1024 positions, whose rotation is reduced modulo 2π in float64 beforehand, and that of the rest.
     """
     frequency = theta ** -(np.arange(0, width, 2) / width)
     if stretch is not None:
@@ -120,9 +120,9 @@ def rotary(
 
 
 def rotate(x: Float[Array, "batch slots heads dim"], cos: Array, sin: Array) -> Float[Array, "batch slots heads dim"]:
-    """Turn pairs of numbers, of which one lies in the first half of a head and one in the second.
+    """Rotate pairs of elements, one from the first half of a head and one from the second.
 
-    Where there are fewer angles than pairs, only so many of a head's first numbers are turned.
+    With fewer angles than pairs, only the first elements of each head are rotated.
     """
     width = 2 * cos.shape[-1]
     if width < x.shape[-1]:

@@ -1,16 +1,16 @@
-"""Parallel: one mesh with two named axes, and where every array of a model lies on it.
+"""Stages: one mesh with two named axes, the sharding of a model over it, and its position-wise computation.
 
     data       sequences of a batch
-    sequence   slots of a sequence, dealt by the layout
-    both       weights and optimiser state: a device holds an equal part of every matrix (FSDP, ZeRO-3)
+    sequence   slots of a sequence, assigned by the layout
+    both       weights and optimiser state: a device holds an equal shard of every matrix (FSDP, ZeRO-3)
 
-The position-wise parts of a model run as *stages*: a stage gathers its weights from all devices in the compute dtype,
-works through its inputs chunk by chunk, and lets everything go but the result. Its backward pass gathers them again,
-recomputes one chunk at a time, adds up the weights' gradients in float32 and hands every device its part of the sum.
-So a device never holds more than one stage's weights nor the inner activations of more than one chunk.
+The position-wise parts of a model run as *stages*. A stage gathers its weights from all devices in the compute dtype,
+processes its inputs chunk by chunk, and frees everything but the result. Its backward pass gathers the weights again,
+recomputes one chunk at a time, sums the weights' gradients in float32 and reduce-scatters them. So a device never holds
+the weights of more than one stage, nor the inner activations of more than one chunk.
 
-Where memory allows, a stage keeps the results of its matrix products instead and works on all slots at once. The loss
-is a stage of its own kind, `stage_sum`: its gradient is computed along with it, so its scores exist once.
+If memory allows, a stage instead keeps the results of its matrix products and processes all slots at once. The loss is
+a special stage, `stage_sum`: its gradient is computed in the forward pass, so its logits are computed once.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ P = PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The mesh axes that the logical ones lie on."""
+    """The names of the mesh axes."""
 
     batch: str = "data"
     sequence: str = "sequence"
@@ -41,13 +41,14 @@ class Axes:
 
     @property
     def tokens(self) -> PartitionSpec:
-        """Of arrays [batch, slots]."""
+        """The spec of arrays [batch, slots]."""
         return P(self.batch, self.sequence)
 
     def weight(self, shape: tuple[int, ...], devices: int, stacked: bool) -> PartitionSpec:
-        """Of a weight: its largest dimension that the devices divide is split. Vectors lie everywhere.
+        """Return the spec of a weight: its largest dimension divisible by `devices` is split.
 
-        The first dimension of a stacked weight numbers the layers and is left alone.
+        Vectors, and weights without such a dimension, are replicated. The first dimension of a stacked weight is the
+        layer and is not split.
         """
         own = shape[1:] if stacked else shape
         fitting = [size for size in own if size % devices == 0]
@@ -61,7 +62,7 @@ AXES = Axes()
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Sizes of the axes from a text like "data=2,sequence=4"; an axis that is left out has size 1."""
+    """Parse axis sizes like "data=2,sequence=4"; an axis that is left out has size 1."""
     form = f"{AXES.batch}=2,{AXES.sequence}=4"
     sizes = dict.fromkeys(AXES.everything, 1)
     named = set()
@@ -97,11 +98,11 @@ def stage(
     dtype: Any,
     keep: str | None = None,
 ) -> Any:
-    """`function(weights, x, constants)` on chunks of the slots, with weights gathered from their shards.
+    """Apply `function(weights, x, constants)` to chunks of the slots, with weights gathered from their shards.
 
-    x (differentiated) and constants (not) are pytrees of arrays [batch, slots, ...], and so is the result. `specs` says
-    how the weights are sharded. With `keep`, all slots are one chunk, and arrays that carry this name
-    (`checkpoint_name`) are kept for the backward pass instead of computed again.
+    x (differentiated) and constants (not differentiated) are pytrees of arrays [batch, slots, ...], and so is the
+    result. `specs` is the sharding of the weights. With `keep`, all slots are one chunk, and arrays with this
+    `checkpoint_name` are kept for the backward pass instead of being recomputed.
     """
     inner, leaves, dims = _on_leaves(function, weights, specs)
     if keep is None:
@@ -115,7 +116,7 @@ def stage(
 def stage_sum(
     function: Callable[..., Any], weights: Any, specs: Any, x: Any, constants: Any, *, chunk: int, dtype: Any
 ) -> Float[Array, ""]:
-    """The sum over all chunks of `function(weights, x, constants)`, a number for each, with its gradient.
+    """Sum `function(weights, x, constants)`, a scalar per chunk, over all chunks.
 
     The gradient is computed in the forward pass, chunk by chunk, so nothing is computed twice.
     """
@@ -124,7 +125,7 @@ def stage_sum(
 
 
 def _on_leaves(function: Callable[..., Any], weights: Any, specs: Any) -> tuple[Callable[..., Any], Any, Any]:
-    """The function of weights as a tuple, these, and the dimension in which each is split."""
+    """Return the function on a tuple of weights, that tuple, and the dimension in which each weight is split."""
     leaves, structure = jax.tree.flatten(weights)
     dims = tuple(map(_split_dimension, jax.tree.leaves(specs, is_leaf=lambda s: isinstance(s, PartitionSpec))))
     whole = functools.partial(jax.tree.unflatten, structure)
@@ -196,7 +197,7 @@ _stage_sum.defvjp(_stage_sum_forward, _stage_sum_backward)
 
 
 class _Chunks:
-    """Cuts arrays [batch, slots, ...] into equal chunks of the slots, the last one padded, and joins them again."""
+    """Splits arrays [batch, slots, ...] into equal chunks of the slots, padding the last one, and joins them again."""
 
     def __init__(self, arrays: Any, chunk: int) -> None:
         self.slots = jax.tree.leaves(arrays)[0].shape[1]
@@ -223,7 +224,7 @@ def _split_dimension(spec: PartitionSpec) -> int | None:
 
 
 def _gather(shards: tuple[Array, ...], dims: tuple[int | None, ...], dtype: Any) -> tuple[Array, ...]:
-    """Whole weights from every device's shards, travelling in the compute dtype."""
+    """Gather whole weights from the shards of all devices, in the compute dtype."""
 
     def one(shard: Array, dim: int | None) -> Array:
         if dim is None:
@@ -235,7 +236,7 @@ def _gather(shards: tuple[Array, ...], dims: tuple[int | None, ...], dtype: Any)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gathered(dims: Any, dtype: Any, kinds: Any, shards: Any) -> Any:
-    """`_gather`, whose derivative adds up in the dtypes of the shards."""
+    """`_gather`, with gradients summed in the dtypes of the shards."""
     return _gather(shards, dims, dtype)
 
 
@@ -247,7 +248,7 @@ _gathered.defvjp(lambda dims, dtype, kinds, shards: (_gather(shards, dims, dtype
 
 
 def _scatter(total: tuple[Array, ...], dims: tuple[int | None, ...]) -> tuple[Array, ...]:
-    """The sum over all devices, each with its part: the transpose of `_gather`, in the dtype of the sums."""
+    """Sum over all devices and return this device's shard: the transpose of `_gather`, in the dtype of the sums."""
 
     def one(x: Array, dim: int | None) -> Array:
         if dim is None:

@@ -1,7 +1,9 @@
-"""Planning: what a run would cost, before any device is used.
+"""Planning: estimate the cost of a run before any device is used.
 
-setting  what a plan was asked for
+setting  the inputs of a plan
+budget   rematerialisation and chunk sizes that fit into memory
 cost     FLOPs, memory and bytes on the interconnect, from shapes
-plan     layouts and strategies compared
-work     tiles per device and step, as `striped_attention.strategies.work` counts them
+layouts  the fastest layout for a mask
+plan     comparison of layouts and strategies
+work     tiles per device and step, from `striped_attention.strategies.work`
 """

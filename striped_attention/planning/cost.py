@@ -1,7 +1,7 @@
-"""Cost: what a step computes, keeps and sends, from shapes alone. Nothing is compiled and nothing allocated.
+"""Cost: FLOPs, memory and communication of a training step, from shapes alone. Nothing is compiled or allocated.
 
-FLOPs are useful ones: 2 per weight and token forward and 4 backward, and for attention 4 · dim per visible pair and
-head forward and twice that backward. Recomputation is not counted; that is the convention of MFU.
+FLOPs are model FLOPs, as in MFU, without recomputation: 2 per weight and token forward and 4 backward; for attention
+4 · dim per visible pair and head forward, and twice that backward.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from striped_attention.strategies.workload import adapted, messages_of
 
 @runtime_checkable
 class Job(Protocol):
-    """What a step's cost depends on; the options of `striped train` say all of it."""
+    """Everything that a step's cost depends on; the options of `striped train` provide it."""
 
     @property
     def model(self) -> ModelConfig: ...
@@ -48,7 +48,7 @@ class Job(Protocol):
 
 
 def visible_pairs(mask: Mask, length: int) -> int:
-    """Pairs of a query and a key that a window and a prefix let meet; with documents there are fewer."""
+    """Count the visible (query, key) pairs under a window and a prefix; documents, which reduce them, are ignored."""
     hidden = length - min(length, length if mask.window is None else mask.window)
     prefix = length if mask.prefix is None else min(mask.prefix, length)
     triangle = lambda n: n * (n + 1) // 2  # noqa: E731
@@ -56,24 +56,24 @@ def visible_pairs(mask: Mask, length: int) -> int:
 
 
 def matrix_flops(model: ModelConfig, tokens: int) -> int:
-    """Useful FLOPs of a step outside attention. The embedding is looked up, not multiplied, unless it makes scores."""
+    """Model FLOPs of a step outside attention. An untied embedding is a lookup and counts nothing."""
     looked_up = 0 if model.tied else model.vocabulary * model.dim
     return 6 * (model.parameters - looked_up) * tokens
 
 
 def attention_flops(model: ModelConfig, pairs: int) -> int:
-    """Useful FLOPs of a step's attention, for the visible pairs of all its sequences in every layer."""
+    """Model FLOPs of a step's attention in all layers, for the visible pairs of all sequences."""
     return model.layers * layer_flops(model, pairs)
 
 
 def layer_flops(model: ModelConfig, pairs: int) -> int:
-    """The same of one layer; where layers differ in their windows, each has pairs of its own."""
+    """Model FLOPs of one layer's attention; layers with different windows have different pairs."""
     return 12 * model.heads * model.head_dim * pairs
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Of one step, per device unless it says otherwise. Bytes by part; `wire` by what travels."""
+    """Cost of one step, per device. `memory` has bytes by purpose, `wire` bytes sent by kind of message."""
 
     parameters: int
     devices: int
@@ -94,9 +94,9 @@ class Cost:
 
 
 def estimate(config: Job, mesh: dict[str, int]) -> Cost:
-    """What a step of this run needs on a mesh with these sizes; text without documents, the most work.
+    """Estimate a step of this run on a mesh of these sizes, without documents, which is the most work.
 
-    Its `remat` must be settled (`budget.within`); without a chunk, stages take all tokens at once.
+    `remat` must not be auto (see `budget.within`). Without a chunk, stages process all tokens at once.
     """
     model, sequence = config.model, mesh["sequence"]
     devices = math.prod(mesh.values())
@@ -105,7 +105,7 @@ def estimate(config: Job, mesh: dict[str, int]) -> Cost:
     specs = model.specs(devices)
     sizes = _sizes(model)
     shards = {name: size // devices if _is_split(specs, name) else size for name, size in sizes.items()}
-    sequences = config.batch // mesh["data"] // config.accumulate  # at a time
+    sequences = config.batch // mesh["data"] // config.accumulate  # per micro-batch
     tokens = sequences * padded // sequence
     width = 2 if config.dtype == "bfloat16" else FLOAT32
     masks, length = config.known_masks(), config.sequence_length
@@ -125,7 +125,7 @@ def estimate(config: Job, mesh: dict[str, int]) -> Cost:
             devices=sequence,
             length=config.sequence_length,
             softcap=model.softcap,
-            platform="cpu",  # on which nothing here depends
+            platform="cpu",  # nothing here depends on it
             here=False,
         )
         messages.append((messages_of(plain, adapted(config.make_strategy(sequence), plain)), layers))
@@ -147,16 +147,16 @@ def estimate(config: Job, mesh: dict[str, int]) -> Cost:
 
 
 def _attention_share(config: Job, attention: int, matrices: int) -> float:
-    """Of the work done, recomputation included: a tile's scores once more backward, 8 FLOPs a weight elsewhere."""
+    """Attention's share of all FLOPs executed, recomputation included; backward recomputes each tile's scores."""
     done = attention * (4.5 if config.remat == "full" else 3.5) / 3
     return done / (done + matrices * matrix_work(config.model, config.remat))
 
 
 def matrix_work(model: ModelConfig, remat: str) -> float:
-    """FLOPs of matrix products that are done over those that are useful.
+    """Return the ratio of executed to model FLOPs in matrix products.
 
-    Forward is a third of the useful ones. Without products kept, layers are computed twice, and what makes queries,
-    keys and values three times where these are not kept.
+    The forward pass is a third of the model FLOPs. Unless products are kept, layers are computed twice; the projections
+    of queries, keys and values are computed three times where their outputs are not kept.
     """
     if remat == "none":
         return 1.0
@@ -171,7 +171,7 @@ def _memory(
 ) -> dict[str, int]:
     layer = {name: size // model.layers for name, size in sizes.items() if name not in _OUTER}
     queries, keys = messages.queries, messages.keys
-    # Without a kernel's name the most there can be: what rounding took from the result, which `cudnn` has no use for.
+    # The rounding error of the result, which `cudnn` does not need; assumed kept if the kernel is not known.
     full_out = config.kernel not in KERNELS or KERNELS[config.kernel].FULL_OUT
     lost = 1 if width < FLOAT32 and full_out else 0
     kept_result = queries * width * (1 + lost) + tokens * model.heads * FLOAT32
@@ -184,7 +184,7 @@ def _memory(
         sum(layer[name] for name in ("query", "key", "value")),
         sum(layer[name] for name in ("output", "gate", "up", "down")),
     ]
-    # Of the vocabulary: gathered and a chunk's gradient; the sum of gradients, that scaled, and one in between.
+    # Embedding, gathered, and a chunk's gradient; the sum of gradients, its scaled copy, and one temporary.
     vocabulary = sizes["embedding"] * (2 * width + 3 * FLOAT32)
     chunk = min(config.chunk or tokens, tokens)
     scores = min(loss_chunk(chunk, model.vocabulary), tokens) * model.vocabulary
@@ -196,18 +196,18 @@ def _memory(
         "gradients": shard * FLOAT32 * (2 if config.accumulate > 1 else 1),
         "kept for the backward pass": model.layers * (tokens * model.dim * width + kept[config.remat]),
         "gathered weights and their gradient": max(max(stages) * (width + FLOAT32), vocabulary),
-        "attention and its ring": messages.memory + 2 * tokens * model.dim * width,  # and x and its gradient
+        "attention and its ring": messages.memory + 2 * tokens * model.dim * width,  # plus x and its gradient
         "one chunk": max(chunk * 3 * model.ffn * (width + FLOAT32), scores * 2 * FLOAT32),
         **({"layers of a period": periods} if periods else {}),
     }
 
 
 def _memory_of_periods(config: Job, model: ModelConfig, layer: int, shard: int, width: int) -> int:
-    """What a scan over periods of several layers needs more than one over layers, as XLA for CPUs compiles it.
+    """Extra memory of a scan over periods of several layers, compared to one over layers, as XLA for CPUs compiles it.
 
-    Nothing keeps the compiler from gathering the weights of all layers of a period at once, and adding up their
-    gradients at once. Without rematerialisation each layer's part of the period's weights is kept, and layers that are
-    left over from whole periods are cut off from the others, as are their gradients.
+    The compiler may gather the weights of all layers of a period at once, and sum their gradients at once. Without
+    rematerialisation, each layer's slice of the period's weights is kept. Layers left over after the last whole period
+    are sliced off as copies, and so are their gradients.
     """
     if model.period == 1:
         return 0
@@ -218,11 +218,11 @@ def _memory_of_periods(config: Job, model: ModelConfig, layer: int, shard: int, 
 def _wire(
     config: Job, sizes: dict[str, int], specs: Any, devices: int, width: int, messages: list[tuple[Messages, int]]
 ) -> dict[str, int]:
-    """Bytes that a device sends in a step, of layers with these messages, so many of each."""
+    """Bytes that a device sends in a step; `messages` has pairs of a layer's messages and a number of such layers."""
     parts = config.accumulate
     trade, forward = (sum(n * size(one) for one, n in messages) for size in (lambda m: m.trade, lambda m: m.forward))
     gathered = parts * sum(size for name, size in sizes.items() if _is_split(specs, name)) * (devices - 1) // devices
-    # Forward, backward for the gradients, and once more where the forward pass is made again.
+    # Once forward, once backward for the gradients, and once more where the forward pass is recomputed.
     times = 3 if config.remat in ("attention", "full") else 2
     traded = {"tokens for heads": times * parts * trade} if trade else {}
     return {
@@ -239,7 +239,7 @@ _OUTER = ("embedding", "norm", "unembedding")
 
 
 def _sizes(model: ModelConfig) -> dict[str, int]:
-    """How many numbers each weight has, all layers together."""
+    """Return the number of elements of each weight, summed over layers."""
     named = jax.tree_util.tree_leaves_with_path(model.shapes, is_leaf=lambda x: isinstance(x, tuple))
     return {path[-1].key: int(np.prod(shape)) for path, shape in named}
 
@@ -250,7 +250,7 @@ def _is_split(specs: Any, name: str) -> bool:
 
 
 def gigabytes(size: int) -> str:
-    """Bytes as a person reads them."""
+    """Format a number of bytes for display."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.2f} {unit}"

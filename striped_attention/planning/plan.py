@@ -1,9 +1,9 @@
-"""Plan: how a long text would run on machines that one does not have yet.
+"""Plan: predict training steps on long sequences for hardware that is not at hand.
 
     sa.plan(64, 1_048_576, hardware="h100")
 
-assesses attention as `strategies/choice.py` does, for several layouts and strategies, and adds all else that a training
-step does. Nothing is compiled and no device is needed.
+estimates attention like `strategies/choice.py`, for several layouts and strategies, and adds the rest of a training
+step. Nothing is compiled and no device is needed.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from striped_attention.planning.cost import (
     attention_flops,
     estimate,
     gigabytes,
+    layer_flops,
     matrix_flops,
     matrix_work,
     visible_pairs,
@@ -36,42 +37,45 @@ from striped_attention.strategies.messages import FLOAT32
 from striped_attention.strategies.strategy import AUTO, RING, Strategy, candidates, resolve
 from striped_attention.strategies.workload import Workload
 
-SAME = 0.02  # a difference that a plan cannot see
+SAME = 0.02  # relative differences below this are within a plan's error
 MOST_DEVICES = 8192
-# Useful FLOPs of everything but attention as a part of the peak, recomputation and all that is not a product taken into
-# account; fitted to benchmarks/results/gpu_step_*.json, whose steps keep attention's result (MEASURED_REMAT).
+# MFU of everything but attention, including the time for recomputation and for all that is not a matrix product; fitted
+# to benchmarks/results/gpu_step_*.json, whose steps keep attention's result (MEASURED_REMAT).
 MATRIX_EFFICIENCY = 0.439
 MEASURED_REMAT = "attention"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Choice(Assessment):
-    """A layout and a strategy, and what a training step with them would be."""
+    """A layout and a strategy, and the estimate of a training step with them."""
 
     setting: Setting
     step_seconds: float
+    work: float  # FLOPs of all computed tiles over those of visible pairs alone
     mfu: float
     memory: dict[str, int]
     attention_bytes: int  # sent by a device for a layer's attention, both passes
-    slow_bytes: int  # of them between nodes or pods, at most
+    slow_bytes: int  # of these, at most, between nodes or pods
 
     @property
     def fits(self) -> bool:
-        """Whether a device's memory suffices."""
+        """Whether the step fits into a device's memory."""
         return sum(self.memory.values()) <= self.setting.budget
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices together."""
+        """Tokens per second of all devices together."""
         return self.setting.batch * self.setting.sequence_length / self.step_seconds
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """What `plan` found: the layouts from the fastest to the slowest, and why the first one is.
+    """Result of `plan`.
 
-    `strategies` has the best choice of each strategy, the fastest first; `choices` are those of a ring. `shortfall` is
-    None if some strategy fits into memory, and else says by how much a ring does not and what would.
+    `choices` are the layouts with a ring, the fastest first. `strategies` has the best choice of each strategy, the
+    fastest first. `bound` is the highest speed-up over the baseline that load balance could bring, and `reason`
+    explains the best layout. `shortfall` is None if some strategy fits into memory; otherwise it states how much memory
+    a ring needs and how many devices would fit.
     """
 
     setting: Setting
@@ -87,16 +91,16 @@ class Plan:
 
     @property
     def baseline(self) -> Choice:
-        """Ring Attention's layout, which the others are compared with."""
+        """Ring Attention's layout, the baseline of speed-ups."""
         return next(choice for choice in self.choices if choice.layout == BASELINE)
 
     @property
     def fastest(self) -> Choice:
-        """Of all strategies that fit into memory; a ring's best if none does."""
+        """The fastest strategy that fits into memory, or the best layout of a ring if none does."""
         return next((choice for choice in self.strategies if self.fits(choice)), self.best)
 
     def speedup(self, choice: Choice) -> float:
-        """Of attention, over the baseline."""
+        """Return the speed-up of attention over the baseline."""
         return self.baseline.attention_seconds / choice.attention_seconds
 
     def fits(self, choice: Choice) -> bool:
@@ -119,23 +123,23 @@ def plan(
     remat: str = "auto",
     memory: float = 0.9,
 ) -> Plan:
-    """How long a training step takes on `devices`, by layout and by strategy, and which ones to choose.
+    """Estimate a training step on `devices` for several layouts and strategies, and recommend the fastest.
 
     Args:
       mask: causal by default; a mask with documents must be made for this length.
-      hardware: a name in `striped_attention.runtime.hardware.HARDWARE`, or figures of your own.
-      devices_per_node: consecutive devices that share the fast interconnect, of a node or pod. Default: the hardware's
-        `group`, 8 GPUs.
-      model: a name in `striped_attention.models.llama.PRESETS`, or a shape of your own.
-      layouts: what to compare; contiguous always is. Default: stripes of 1, 256 and 1024, and zigzag, where
-        the kernel can do them.
-      strategies: what to compare a ring with, as `attention` takes it. Default: heads or keys shared among all devices,
-        and among those that a fast interconnect joins, or both together. For each the best of the layouts is kept.
-      batch: sequences of a step, each of them spread over all devices.
-      kernel: `auto` is the fastest that can do what a layout needs.
-      remat: what is kept for the backward pass: none (nothing is computed twice), qkv, attention or full (everything
-        is). `auto` keeps as much as fits.
-      memory: the part of a device's memory that a step may use.
+      hardware: a name in `striped_attention.runtime.hardware.HARDWARE`, or a `Hardware` of your own.
+      devices_per_node: number of consecutive devices, in a node or pod, that share the fast interconnect. Default: the
+        hardware's `group`, 8 for GPUs.
+      model: a name in `striped_attention.models.llama.PRESETS`, or a `ModelConfig` of your own.
+      layouts: layouts to compare; contiguous is always included. Default: stripes of 1, 256 and 1024 tokens, and
+        zigzag, where the kernel supports them.
+      strategies: strategies to compare with a ring, as in `attention`. Default: heads split or keys gathered among all
+        devices, among the devices of a node, or a combination. For each, the best layout is kept.
+      batch: sequences per step, each sharded over all devices.
+      kernel: `auto` takes the fastest kernel that supports the layout.
+      remat: what is kept for the backward pass: none (nothing is recomputed), qkv, attention or full (everything is
+        recomputed). `auto` keeps as much as fits.
+      memory: fraction of a device's memory that a step may use.
     """
     devices, length, batch = check_whole("devices", devices), check_whole("length", length), check_whole("batch", batch)
     mask = causal() if mask is None else mask
@@ -143,7 +147,7 @@ def plan(
     if remat not in (AUTO, *REMAT):
         raise ValueError(f"remat must be one of {', '.join((AUTO, *REMAT))}; got {remat!r}.")
     if not 0 < memory <= 1:
-        raise ValueError(f"memory must be above 0 and at most 1, a part of a device's memory; got {memory}.")
+        raise ValueError(f"memory must be above 0 and at most 1, a fraction of a device's memory; got {memory}.")
     shape, device = _named("model", PRESETS, ModelConfig, model), _named("hardware", HARDWARE, Hardware, hardware)
     if devices_per_node is not None:
         device = dataclasses.replace(device, group=check_whole("devices_per_node", devices_per_node))
@@ -174,22 +178,22 @@ def plan(
 
 
 def assess(setting: Setting) -> Choice:
-    """What a training step would be with one layout and one strategy."""
+    """Estimate a training step with one layout and one strategy."""
     return _choice(setting, _pairs(setting), TileCount(setting.mask, setting.sequence_length))
 
 
 def _layouts(setting: Setting, asked: Any) -> list[Layout]:
-    """What to compare, the baseline first: of the usual ones those that the kernel can do."""
+    """Return the layouts to compare, the baseline first. By default: the usual ones that the kernel supports."""
     if asked is None:
         _, *usual = candidate_layouts(setting.sequence_length, setting.devices)
         return [BASELINE, *(one for one in usual if _refusal(dataclasses.replace(setting, layout=one)) is None)]
     if not isinstance(asked, Sequence) or not all(isinstance(layout, Layout) for layout in asked):
-        raise ValueError(f"layouts must be a list of layouts, as sa.striped(256) makes them; got {asked!r}.")
+        raise ValueError(f"layouts must be a list of layouts, like [sa.striped(256)]; got {asked!r}.")
     return list(dict.fromkeys([BASELINE, *asked]))
 
 
 def _strategies(setting: Setting, asked: Any) -> list[Strategy]:
-    """What to compare a ring with."""
+    """Return the strategies to compare with a ring."""
     devices, heads = setting.devices, setting.model.heads
     if asked is None:
         found = candidates(devices, heads, setting.hardware.group)
@@ -197,7 +201,9 @@ def _strategies(setting: Setting, asked: Any) -> list[Strategy]:
         raise ValueError(f"strategies must be a list, like ['heads', 'gather']; got {asked!r}.")
     else:
         if AUTO in asked:
-            raise ValueError("A plan compares strategies, so 'auto' is none of them: leave it out for the usual ones.")
+            raise ValueError(
+                "A plan compares strategies, so 'auto' cannot be one of them. Leave out strategies for the usual ones."
+            )
         found = [resolve(one, devices, heads) for one in asked]
     return [strategy for strategy in dict.fromkeys(found) if strategy != RING]
 
@@ -212,13 +218,15 @@ def _named(what: str, known: dict[str, Any], kind: type, given: Any) -> Any:
 
 def _check(devices: int, length: int, mask: Any, batch: int, kernel: str) -> None:
     if devices > MOST_DEVICES:
-        raise ValueError(f"A plan has a table of devices × devices, for at most {MOST_DEVICES}; got {devices} devices.")
-    BASELINE.padded_length(length, devices)  # refuses what positions cannot number
+        raise ValueError(
+            f"A plan counts work for every pair of devices, for at most {MOST_DEVICES}; got {devices} devices."
+        )
+    BASELINE.padded_length(length, devices)  # raises if positions exceed int32
     kernels.check_name(kernel)
     if not isinstance(mask, Mask):
         raise ValueError(f"mask must be a mask, like sa.causal() or sa.documents(segment_ids); got {mask!r}.")
     if mask.placed is not None:
-        raise ValueError("A plan permutes the mask for every layout itself. Pass it as it was before mask.permute.")
+        raise ValueError("A plan permutes the mask itself, for every layout. Pass the mask from before mask.permute.")
     mask.check_length(length)
     if mask.rows not in (1, batch):
         raise ValueError(f"A mask has one row of documents, or one for each of the batch of {batch}; got {mask.rows}.")
@@ -246,6 +254,7 @@ def _choice(setting: Setting, pairs: int, count: TileCount) -> Choice:
         **vars(attention),
         setting=setting,
         step_seconds=seconds,
+        work=float(attention.flops.sum()) * attention.strategy.heads * 3 / max(1, layer_flops(model, pairs)),
         memory=cost.memory,
         attention_bytes=_both_passes(workload, messages.forward, messages.trade),
         slow_bytes=_both_passes(workload, *messages.slow(setting.hardware.group)),
@@ -254,23 +263,23 @@ def _choice(setting: Setting, pairs: int, count: TileCount) -> Choice:
 
 
 def _both_passes(workload: Workload, keys: int, traded: int) -> int:
-    """Bytes of both passes from those of the forward pass: gradients of keys are float32, trades are made again."""
+    """Bytes of both passes from those of the forward pass: key gradients are float32, all-to-alls are repeated."""
     gradients = keys // workload.messages.width * FLOAT32
     return 2 * keys + gradients + (3 if workload.again else 2) * traded
 
 
 def _refusal(setting: Setting) -> str | None:
-    """Why the kernel that was asked for cannot do it; None if it can, or any will do."""
+    """Return why the requested kernel cannot do this; None if it can, or if the kernel is auto."""
     return None if setting.kernel == "auto" else kernels.refusal(setting.kernel, setting.workload.request)
 
 
 def _pairs(setting: Setting) -> int:
-    """Visible pairs of a query and a key, of all sequences."""
+    """Return the number of visible (query, key) pairs of all sequences."""
     mask, length = setting.mask, setting.sequence_length
     if mask.length is None:
         return setting.batch * visible_pairs(mask, length)
     total = 0
-    for first in range(0, length, 2**16):  # piece by piece, which keeps to a processor's caches
+    for first in range(0, length, 2**16):  # in chunks that fit into a CPU's caches
         piece = np.arange(first, min(first + 2**16, length), dtype=np.int32)
         part = jax.tree.map(lambda x, piece=piece: np.asarray(x)[:, piece[0] : piece[-1] + 1], mask)
         lo, hi = part.bounds(piece, length)
@@ -279,25 +288,25 @@ def _pairs(setting: Setting) -> int:
 
 
 def _reason(choices: tuple[Choice, ...], base: Choice, bound: float) -> str:
-    """Why the best choice is the best, in a sentence or two."""
+    """Explain in a sentence or two why the best choice is the best."""
     best, *others = choices
     close = [other for other in others if other.step_seconds < (1 + SAME) * best.step_seconds]
     as_good = f" As good, within {SAME:.0%}: {', '.join(repr(other.layout) for other in close)}." if close else ""
     if len(choices) == 1:
         return f"{best.layout!r}: nothing else was compared."
-    wire = "" if best.hidden else "; some steps wait for the wire: more tokens a device, or fewer devices, hide it"
+    wire = "" if best.hidden else "; some steps wait for the interconnect: fewer devices or more tokens per device help"
     if best is base or base in close:
-        return f"{best.layout!r}: {base.layout!r} is as fast as any here{wire}.{as_good}"
+        return f"{best.layout!r}: {base.layout!r} is as fast as any other{wire}.{as_good}"
     more = base.attention_seconds / best.attention_seconds
     return (
         f"{best.layout!r}: its attention is {more:.2f} times as fast as that of {base.layout!r} (at best {bound:.2f}), "
-        f"for the busiest device has {best.imbalance - 1:.0%} more to do than the mean, with {base.layout!r} "
+        f"because the busiest device does {best.imbalance - 1:.0%} more work than the mean, with {base.layout!r} "
         f"{base.imbalance - 1:.0%}{wire}.{as_good}"
     )
 
 
 def _shortfall(best: Choice) -> str | None:
-    """A sentence if the best layout does not fit into memory, with a number of devices on which it would; else None."""
+    """State what memory the best layout lacks and how many devices would be enough; None if it fits."""
     setting, usable = best.setting, best.setting.budget
     need = sum(best.memory.values())
     if need <= usable:
@@ -305,10 +314,10 @@ def _shortfall(best: Choice) -> str | None:
     sequences = "a sequence" if setting.batch == 1 else f"{setting.batch} sequences"
     missing = (
         f"A step with {sequences} of {setting.sequence_length:,} tokens on {setting.devices} devices needs "
-        f"{gigabytes(need)} each, and of {setting.hardware.name} a step may use {gigabytes(int(usable))}."
+        f"{gigabytes(need)} per device, but may use {gigabytes(int(usable))} of each {setting.hardware.name}."
     )
     for doublings in range(1, 12):
         enough = setting.devices * 2**doublings
         if estimate(setting, {"data": 1, "sequence": enough}).total_memory <= usable:
             return f"{missing} On {enough} devices it would fit."
-    return f"{missing} Take a smaller model or batch."
+    return f"{missing} Use a smaller model or batch."

@@ -1,4 +1,4 @@
-"""Setting: what a plan was asked for, and a layout and a strategy for it."""
+"""Setting: the inputs of a plan, with one layout and one strategy."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from striped_attention.strategies.workload import Workload, adapted
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a plan was asked for, and a layout for it. Also all that `cost.estimate` wants to know."""
+    """The inputs of a plan, with one layout and one strategy; also the `Job` that `cost.estimate` takes."""
 
     devices: int
     sequence_length: int
@@ -28,19 +28,19 @@ class Setting:
     layout: Layout = BASELINE
     remat: str = AUTO
     chunk: int | None = None
-    memory: float = 0.9  # the part of a device's memory that a step may use
+    memory: float = 0.9  # fraction of a device's memory that a step may use
     strategy: Strategy = RING
     deterministic: bool = False
-    precision: str | None = None  # a dtype; by default the usual one of the platform
+    precision: str | None = None  # a dtype; None means the platform's default
 
     @property
     def accumulate(self) -> int:
-        """Plans are of batches that are worked on at once."""
+        """Plans have no gradient accumulation."""
         return 1
 
     @property
     def budget(self) -> float:
-        """Bytes of a device that a step may use."""
+        """Bytes per device that a step may use."""
         return self.memory * self.hardware.memory
 
     @property
@@ -48,7 +48,7 @@ class Setting:
         return self.precision or ("float32" if self.hardware.platform == "cpu" else "bfloat16")
 
     def known_masks(self) -> list[tuple[Mask, int]]:
-        """The part of the mask that is known while tracing, which all layers have."""
+        """Return the static part of the mask, which all layers share."""
         return [(Mask(window=self.mask.window, prefix=self.mask.prefix), self.model.layers)]
 
     def make_layout(self, devices: int) -> Layout:
@@ -59,7 +59,7 @@ class Setting:
 
     @property
     def workload(self) -> Workload:
-        """The attention of a layer."""
+        """The attention of one layer."""
         hardware, slots = self.hardware, self.layout.padded_length(self.sequence_length, self.devices) // self.devices
         query, key = (
             jax.ShapeDtypeStruct((self.batch, slots, heads, self.model.head_dim), self.dtype)

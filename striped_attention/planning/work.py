@@ -1,4 +1,4 @@
-"""Work: how much each device has to do, step by step; counted by `striped_attention.strategies.work`."""
+"""Work: tiles per device and step, counted by `striped_attention.strategies.work`."""
 
 from striped_attention.strategies.work import Counts as Counts
 from striped_attention.strategies.work import count_pairs as count_pairs

@@ -1,7 +1,7 @@
-"""Compiled: programs that were compiled once are kept on disk, and later runs start sooner.
+"""Compiled: keep compiled programs on disk, so that later runs start sooner.
 
-JAX does the work (its persistent compilation cache); this says where and how much. Who has chosen a folder by
-JAX_COMPILATION_CACHE_DIR, or none by JAX_ENABLE_COMPILATION_CACHE=false, is left alone.
+JAX does the work (its persistent compilation cache); this module sets the folder and the limits. It changes nothing if
+JAX_COMPILATION_CACHE_DIR sets another folder or JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
 """
 
 import os
@@ -9,18 +9,18 @@ import pathlib
 
 import jax
 
-LARGEST = 2**32  # bytes of the folder; what was not used for the longest time goes first
-SOONEST = 0.2  # seconds; what compiles faster is not kept
+LARGEST = 2**32  # bytes in the folder; the least recently used programs are removed first
+SOONEST = 0.2  # seconds; programs that compile faster are not kept
 
 
 def folder() -> pathlib.Path:
-    """Where programs are kept, if nobody says otherwise."""
+    """Return the default folder for compiled programs."""
     caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     return pathlib.Path(caches) / "striped_attention" / "programs"
 
 
 def keep_programs() -> None:
-    """Keep what is compiled from now on. To be called before the first program is compiled."""
+    """Keep programs compiled from now on. Must be called before the first program is compiled."""
     chosen = jax.config.values
     if chosen["jax_compilation_cache_dir"] is not None or not chosen["jax_enable_compilation_cache"]:
         return

@@ -2,11 +2,11 @@
 
     step = jax.jit(step, compiler_options=sa.compiler_options())
 
-On GPUs XLA starts one transfer at a time unless it is told otherwise, but a step of a ring has up to four: k, v, dk and
-dv. Small ones it would combine, also those of two steps, and then cannot overlap them.
+On GPUs, XLA runs one transfer at a time by default, but a step of a ring has up to four: k, v, dk and dv. By default it
+also combines small transfers, even those of different steps, which then cannot overlap with attention.
 
-On TPUs rings overlap without options, but XLA waits for every all-gather. With these options a v4 gathers k and v while
-attention runs. Later TPUs ignore them: there a SparseCore has to gather (docs/tpu.md).
+On TPUs, rings overlap without options, but XLA waits for every all-gather. With these options a v4 gathers k and v
+while attention runs. Later TPUs ignore them: there a SparseCore must do the gather (docs/tpu.md).
 """
 
 import functools
@@ -25,26 +25,26 @@ TPU_OPTIONS = {
     "xla_enable_async_all_gather": "true",
     "xla_max_concurrent_async_all_gathers": "2",
 }
-# Adds up in the same order every time, also what is scattered, as the gradients of embeddings are. Slower.
+# Fixes the order of all sums, including scatters such as the gradients of embeddings. Slower.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 
 
 def compiler_options(
     platform: str | None = None, deterministic: bool = False, device: Any = None
 ) -> dict[str, str | bool]:
-    """Options for `jax.jit(…, compiler_options=…)` on a platform, by default JAX's own: none but on GPUs and TPUs.
+    """Return options for `jax.jit(…, compiler_options=…)`; empty except on GPUs and TPUs. Default platform: JAX's own.
 
-    `deterministic` asks for programs that give the same bits in every run; elsewhere than on GPUs all do.
-    `device` is one to compile for that is not here, of a topology; its platform counts.
+    `deterministic` requests programs that are bitwise reproducible; only GPUs need an option for it. `device` is a
+    device to compile for that is not on this machine, taken from a topology; its platform is used.
 
-    An option for overlap that the installed XLA does not know is left out, with a warning: programs compile, but
-    transfers may not overlap with attention. One for `deterministic` is not: such a program does not compile.
+    An overlap option that the installed XLA does not know is left out with a warning: programs compile, but transfers
+    may not overlap with attention. The option for `deterministic` is always passed: an XLA without it does not compile.
     """
     if device is not None:
         platform = device.platform
     platform = jax.default_backend() if platform is None else platform
     if platform == "tpu":
-        # Only the compiler for TPUs knows its options. Where it is not at hand they are taken as known.
+        # Only the TPU compiler can check its options. Where it is not available, they are assumed to be known.
         if device is None and jax.default_backend() != "tpu":
             return dict(TPU_OPTIONS)
         return {name: value for name, value in TPU_OPTIONS.items() if _is_known(name, value, device)}
@@ -56,7 +56,7 @@ def compiler_options(
 
 @functools.cache
 def _is_known(name: str, value: str, device: Any = None) -> bool:
-    """Whether XLA takes an option: it refuses a program with one that it does not know."""
+    """Return whether XLA knows an option, by compiling with it: XLA rejects unknown options."""
     sharding = None if device is None else SingleDeviceSharding(device)
     number = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding)
     try:

@@ -1,15 +1,15 @@
-"""Mesh: devices in an order in which neighbours of a ring are neighbours on the wire.
+"""Mesh: device order in which neighbours in a ring are neighbours on the interconnect.
 
-The chips of a TPU pod are wired as a grid of two or three dimensions, and a ring must go through all of it. It leaves
-along one edge and snakes back through the rest; on a grid of 4 × 4, numbered in the order of the ring:
+The chips of a TPU pod are connected as a grid of two or three dimensions, and a ring must visit all of it. It leaves
+along one edge and snakes back through the rest. On a 4 × 4 grid, numbered in ring order:
 
      0  15  14  13
      1  10  11  12
      2   9   8   7
      3   4   5   6
 
-So every hop, the one that closes the ring too, is to a chip next door, if one side of the grid is even. If none is, or
-on a line, every second chip is visited on the way out and the others on the way back: no hop is longer than two.
+If one side of the grid is even, every hop is to an adjacent chip, including the hop that closes the ring. Otherwise, or
+on a line, the ring visits every second chip on the way out and the others on the way back: no hop is longer than two.
 """
 
 import math
@@ -24,9 +24,9 @@ Cell = tuple[int, ...]
 
 
 def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh over all devices, or those given, with axes of these names and sizes; the last axis is a ring.
+    """Return a mesh over all devices, or those given, with axes of these names and sizes; the last axis is a ring.
 
-    On a TPU pod the devices of a ring are neighbours, and rings along other axes are blocks of the pod.
+    On a TPU pod, consecutive devices of a ring are neighbours, and each ring occupies a block of the pod.
     """
     devices = jax.devices() if devices is None else devices
     names, shape = tuple(sizes), tuple(sizes.values())
@@ -44,9 +44,9 @@ def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Me
 
 
 def rings(grid: tuple[int, ...], size: int) -> list[list[Cell]]:
-    """The cells of a grid as rings of that size, each a block of the grid.
+    """Partition the cells of a grid into rings of `size` cells, each a block of the grid.
 
-    The first side of the grid counts slices, between which wires are slow: rings keep to one as far as they can.
+    The first side of the grid counts slices, which are connected by slow links: rings stay within a slice if possible.
     """
     block = list(grid)
     for factor in _factors(math.prod(grid) // size):
@@ -60,7 +60,7 @@ def rings(grid: tuple[int, ...], size: int) -> list[list[Cell]]:
 
 
 def _ring(grid: tuple[int, ...]) -> list[Cell]:
-    """All cells of a grid, each next to the one before it and the last to the first, as far as there is such a way."""
+    """Return all cells of a grid in ring order: neighbours, the last and first too, are adjacent if possible."""
     even = next((i for i, side in enumerate(grid) if side % 2 == 0), None)
     rest = None if even is None else _snake(grid[:even] + grid[even + 1 :])
     if even is None or rest is None or len(rest) == 1:
@@ -73,7 +73,7 @@ def _ring(grid: tuple[int, ...]) -> list[Cell]:
 
 
 def _snake(grid: tuple[int, ...]) -> list[Cell]:
-    """All cells of a grid, each next to the one before it."""
+    """Return all cells of a grid, each adjacent to the one before it."""
     if not grid:
         return [()]
     inner = _snake(grid[1:])
@@ -81,7 +81,7 @@ def _snake(grid: tuple[int, ...]) -> list[Cell]:
 
 
 def _cells(devices: Sequence[Any]) -> list[Cell] | None:
-    """Where each device is: slice, chip, core. None if they are no TPUs, or do not fill a grid."""
+    """Return the position of each device: slice, chip, core. None if they are not TPUs or do not fill a grid."""
     if not all(device.platform == "tpu" for device in devices):
         return None
     place = lambda d: (getattr(d, "slice_index", None) or 0, *d.coords, getattr(d, "core_on_chip", 0))  # noqa: E731
@@ -92,7 +92,7 @@ def _cells(devices: Sequence[Any]) -> list[Cell] | None:
 
 
 def _factors(n: int) -> list[int]:
-    """Prime factors, largest first."""
+    """Return the prime factors, largest first."""
     found, p = [], 2
     while n > 1:
         if n % p:

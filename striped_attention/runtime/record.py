@@ -1,4 +1,4 @@
-"""Record: what a benchmark writes down beside its numbers: hardware, versions, commit, configuration."""
+"""Record: the metadata stored with a benchmark's results: hardware, versions, commit, configuration."""
 
 import datetime
 import importlib.metadata
@@ -14,7 +14,7 @@ PACKAGES = ("striped-attention", "jax", "jaxlib", "numpy")
 
 
 def metadata(benchmark: str, configuration: dict[str, Any], packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Everything but the measurements; to be taken before them. `packages` are others whose versions matter."""
+    """Collect everything but the measurements; call it before measuring. `packages`: others whose versions matter."""
     return {
         "benchmark": benchmark,
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -30,7 +30,7 @@ def write(document: dict[str, Any], path: pathlib.Path) -> None:
 
 
 def version(package: str) -> str | None:
-    """The installed version of a package, None if it is not installed."""
+    """Return the installed version of a package, None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -38,9 +38,9 @@ def version(package: str) -> str | None:
 
 
 def git() -> dict[str, Any]:
-    """The commit, and whether the source differs from it; results do not count, a benchmark writes them itself.
+    """Return the commit, and whether the source differs from it. Results, which benchmarks write, are ignored.
 
-    None where there is no repository.
+    Both are None outside a repository.
     """
 
     def ask(*arguments: str) -> str:
@@ -55,7 +55,7 @@ def git() -> dict[str, Any]:
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores, memory, and how busy the machine is already: a benchmark of the CPU wants a load of 0."""
+    """Return processor, cores, memory and the current load: a CPU benchmark should start at a load of 0."""
     return {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.processor() or "unknown",
         "cores": os.cpu_count(),
@@ -69,14 +69,14 @@ def hardware() -> dict[str, Any]:
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may use; where the system does not say, all of them."""
+    """Return the cores that this process may use; all cores if the system does not report them."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def available_memory() -> int:
-    """Bytes that can be had without swapping; 0 where the system does not say."""
+    """Return the bytes available without swapping; 0 if the system does not report them."""
     return int((_field("/proc/meminfo", "MemAvailable") or "0 kB").split()[0]) * 1024
 
 
@@ -89,6 +89,6 @@ def _field(path: str, name: str) -> str | None:
 
 
 def _siblings() -> list[str]:
-    """Which logical cores share a physical one, such as ["0-1"] or ["0", "1"]; two that do are not two cores."""
+    """Return groups of logical cores that share a physical core, e.g. ["0-1"]; ["0", "1"] are two full cores."""
     paths = pathlib.Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
     return sorted({path.read_text().strip() for path in paths})

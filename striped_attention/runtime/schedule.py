@@ -1,11 +1,11 @@
-"""Schedule: which transfers of a compiled program are hidden behind attention.
+"""Schedule: which transfers of a compiled program overlap with attention.
 
-Reads the text of a program that XLA has scheduled (`compiled.as_text()`): there the instructions of a computation stand
-in the order in which they are issued. A transfer is hidden if attention runs between its start and its end. A device
-takes one branch of a conditional, nobody knows which: the conditional counts if it can run attention.
+This module reads the text of a program that XLA has scheduled (`compiled.as_text()`), which lists the instructions of a
+computation in issue order. A transfer is hidden if attention runs between its start and its end. Which branch of a
+conditional a device takes is unknown, so a conditional counts as attention if any of its branches runs attention.
 
-A transfer in two halves is written `all-gather-start` and `all-gather-done`. One that another core of a TPU carries out
-is a computation with an `all-gather` in it, which `call-start` or `async-start` calls.
+An asynchronous transfer appears as `all-gather-start` and `all-gather-done`. A transfer that another core of a TPU
+executes is a computation that contains an `all-gather`, called by `call-start` or `async-start`.
 """
 
 import dataclasses
@@ -21,13 +21,13 @@ _CALLED = re.compile(
 )
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _SOURCE = re.compile(r'op_name="([^"]*)"')
-_CALLS = ("call-start", "async-start")  # begin a computation on another core
+_CALLS = ("call-start", "async-start")  # start a computation on another core
 _SIZES = {"bf16": 2, "f16": 2, "f32": 4, "f64": 8, "s32": 4, "u32": 4, "u8": 1, "pred": 1}
 
 
 @dataclasses.dataclass(frozen=True)
 class Transfer:
-    """A message to other devices: where in the program, bytes of its result, and whether attention runs meanwhile."""
+    """A message to other devices: its place in the program, bytes of its result, and whether attention overlaps it."""
 
     name: str
     computation: str
@@ -35,7 +35,7 @@ class Transfer:
     bytes: int
     hidden: bool
     kind: str = "collective-permute"
-    source: str = ""  # the JAX operation that it was made of, with its scopes, where XLA says so
+    source: str = ""  # the JAX operation that it comes from, with its scopes, if XLA reports it
 
 
 class _Instruction(NamedTuple):
@@ -46,9 +46,9 @@ class _Instruction(NamedTuple):
 
 
 def transfers(program: str, kind: str = "collective-permute") -> list[Transfer]:
-    """Every transfer of a kind in a scheduled program, in order. One in a loop's body counts once."""
+    """Return every transfer of a kind in a scheduled program, in order. One in a loop's body counts once."""
     if "is_scheduled=true" not in program.split("\n", 1)[0]:
-        raise ValueError("The program has not been scheduled: give the text of a compiled one, compiled.as_text().")
+        raise ValueError("The program has not been scheduled: pass the text of a compiled program, compiled.as_text().")
     computations = dict(_computations(program))
     busy = {name for name in computations if _attends(name, computations, {})}
     every = [instruction for instructions in computations.values() for instruction in instructions]
@@ -75,9 +75,10 @@ def transfers(program: str, kind: str = "collective-permute") -> list[Transfer]:
 
 
 def traffic(program: str, devices: int) -> dict[str, int]:
-    """Bytes that a device sends in a compiled program, by kind of operation, rings being what XLA makes of them.
+    """Return the bytes that a device sends in a compiled program, by kind of operation; collectives run as rings.
 
-    An operation of groups of devices counts for one group, one in a loop as often as the loop runs, if XLA knows.
+    An operation over groups of devices counts for one group. One in a loop counts once per iteration, if XLA knows the
+    number of iterations, otherwise once.
     """
     sent: dict[str, int] = {}
     computations = dict(_computations(program))
@@ -88,7 +89,7 @@ def traffic(program: str, devices: int) -> dict[str, int]:
             if operation not in _SHARES:
                 continue
             sizes = [_size(shape)[1] for shape in re.findall(r"\w+\[[\d,]*\]", instruction.shape)]
-            # The shape of what begins an operation lists what goes in before what comes out.
+            # The shape of a -start operation lists its inputs before its outputs.
             size = sum(sizes) if operation == instruction.operation else sizes[-1]
             share = _SHARES[operation](_group(instruction, devices))
             sent[operation] = sent.get(operation, 0) + times.get(name, 1) * int(share * size)
@@ -96,7 +97,7 @@ def traffic(program: str, devices: int) -> dict[str, int]:
 
 
 def _times(computations: dict[str, list[_Instruction]]) -> dict[str, int]:
-    """How often the computations of loops run, those of nested loops too; what is no loop's is not in it."""
+    """Return how often the computations of loops run, including nested loops; others are left out."""
     found: dict[str, int] = {}
 
     def visit(name: str, times: int) -> None:
@@ -115,13 +116,13 @@ def _times(computations: dict[str, list[_Instruction]]) -> dict[str, int]:
 
 
 def _group(instruction: _Instruction, devices: int) -> int:
-    """How many devices take part in an operation together."""
+    """Return how many devices take part in an operation together."""
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", instruction.rest)
     counted = re.search(r"replica_groups=\[\d+,(\d+)\]", instruction.rest)
     return len(listed[1].split(",")) if listed else int(counted[1]) if counted else devices
 
 
-# What a device sends of the size of an operation's result, on so many devices.
+# Bytes that each of n devices sends, as a fraction of the size of an operation's result.
 _SHARES: dict[str, Callable[[int], float]] = {
     "all-gather": lambda n: (n - 1) / n,
     "all-reduce": lambda n: 2 * (n - 1) / n,
@@ -132,7 +133,7 @@ _SHARES: dict[str, Callable[[int], float]] = {
 
 
 def _sends(instruction: _Instruction, kind: str, computations: dict[str, list[_Instruction]]) -> bool:
-    """Whether it is a transfer of a kind, or has another core do one."""
+    """Return whether an instruction is a transfer of a kind, or starts one on another core."""
     if instruction.operation not in _CALLS:
         return instruction.operation in (kind, f"{kind}-start")
     return any(other.operation == kind for name in _called(instruction) for other in computations.get(name, []))
@@ -155,7 +156,7 @@ def _computations(program: str) -> Iterator[tuple[str, list[_Instruction]]]:
 
 
 def _attends(name: str, computations: dict[str, list[_Instruction]], known: dict[str, bool]) -> bool:
-    """Whether a computation runs attention, itself or in what it calls."""
+    """Return whether a computation runs attention, directly or in a computation that it calls."""
     if name not in known:
         known[name] = False
         known[name] = any(
@@ -176,13 +177,13 @@ def _called(instruction: _Instruction) -> list[str]:
 
 
 def _size(shape: str) -> tuple[str, int]:
-    """Dtype and bytes of the first array of a shape."""
+    """Return the dtype and bytes of the first array of a shape."""
     found = re.search(r"(\w+)\[([\d,]*)\]", shape)
     if found is None:
         raise ValueError(f"{shape!r} is not the shape of an array.")
     dtype, dimensions = found[1], [int(n) for n in found[2].split(",") if n]
     if dtype not in _SIZES:
-        raise ValueError(f"The size of a {dtype} is not known here.")
+        raise ValueError(f"Unknown dtype {dtype!r}: add its size in bytes to _SIZES.")
     size = _SIZES[dtype]
     for n in dimensions:
         size *= n

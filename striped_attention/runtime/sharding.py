@@ -1,4 +1,4 @@
-"""Sharding: how the arrays of attention lie on a mesh."""
+"""Sharding: how the arrays of attention are sharded over a mesh."""
 
 import math
 from typing import Any
@@ -12,9 +12,9 @@ from striped_attention.runtime.hardware import hardware_of
 
 
 def mesh_for(mesh: Any, *arrays: Array) -> Any:
-    """The mesh with the axis types that fit the caller.
+    """Return the mesh with the axis types that match the caller.
 
-    `jax.make_mesh` makes explicit axes, whose shardings are part of an array's type. Callers who do not use such types
+    `jax.make_mesh` makes explicit axes, whose shardings are part of an array's type. Callers that do not use such types
     (no jax.set_mesh, plain arrays) get automatic axes, with which results behave like any other array.
     """
     ambient = jax.sharding.get_abstract_mesh()
@@ -30,7 +30,7 @@ def mesh_for(mesh: Any, *arrays: Array) -> Any:
 
 
 def reshard(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
-    """An array as `shard_map` wants it, where shardings are part of types."""
+    """Reshard an array as `shard_map` requires, if shardings are part of types."""
     explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     if not explicit:
         return x
@@ -39,15 +39,15 @@ def reshard(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
 
 
 def check_spec(spec: PartitionSpec, axis_name: str | tuple[str, ...], mesh: Any, batch: int, kv_heads: int) -> None:
-    """Raise unless arrays [batch, length, heads, dim] can be sharded like that."""
+    """Raise ValueError unless arrays [batch, length, heads, dim] can be sharded by `spec`."""
     if len(spec) != 4 or _names(spec[1]) != _names(axis_name) or spec[3] is not None:
         raise ValueError(
-            f"spec must say how [batch, length, heads, dim] are sharded, the length over {axis_name!r} and dim over "
-            f"nothing, like P(None, {axis_name!r}, None, None); got {spec}."
+            f"spec must describe arrays [batch, length, heads, dim], with length sharded over {axis_name!r} and dim "
+            f"not sharded, e.g. P(None, {axis_name!r}, None, None); got {spec}."
         )
     names = [name for entry in spec for name in _names(entry)]
     if len(set(names)) < len(names):
-        raise ValueError(f"spec may name every mesh axis once; got {spec}.")
+        raise ValueError(f"spec may use each mesh axis only once; got {spec}.")
     for what, size, entry in (("batch", batch, spec[0]), ("key heads", kv_heads, spec[2])):
         unknown = [name for name in _names(entry) if name not in mesh.axis_names]
         if unknown:
@@ -55,13 +55,13 @@ def check_spec(spec: PartitionSpec, axis_name: str | tuple[str, ...], mesh: Any,
         parts = math.prod(mesh.shape[name] for name in _names(entry))
         if size % parts:
             raise ValueError(
-                f"spec splits the {what} over {parts} devices, which must divide them; got {size}. Use another {what} "
-                f"count, or leave that axis out of spec."
+                f"spec shards the {what} over {parts} devices, so that dimension must be divisible by {parts}; got "
+                f"{size}. Use another size, or leave that mesh axis out of spec."
             )
 
 
 def current_device() -> tuple[str, str]:
-    """Platform and kind of the device that the program being traced will run on."""
+    """Return the platform and kind of the device that the program being traced will run on."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         return jax.default_backend(), jax.devices()[0].device_kind
@@ -69,11 +69,11 @@ def current_device() -> tuple[str, str]:
 
 
 def fast_neighbours(axis_name: str | tuple[str, ...], platform: str, kind: str) -> int:
-    """How many consecutive devices of a mesh axis share a fast interconnect, in the mesh of the program being traced.
+    """Return how many consecutive devices of an axis of the current mesh share a fast interconnect.
 
-    As many as a node or pod has room for, if consecutive devices of the mesh fill it: axes after this one take their
-    share. Of several axes the last one is a node of GPUs, whatever its size; on TPUs it alone is fast if not all of the
-    mesh has room in a pod.
+    This is the size of a node or pod, divided by the sizes of the mesh axes after this one: consecutive devices of the
+    mesh fill a node. Of several axes, the last is a node of GPUs, whatever its size; on TPUs only the last is fast,
+    unless the whole mesh fits in one pod.
     """
     sizes, group = dict(jax.sharding.get_abstract_mesh().shape), hardware_of(platform, kind).group
     names = _names(axis_name)
@@ -87,15 +87,15 @@ def fast_neighbours(axis_name: str | tuple[str, ...], platform: str, kind: str) 
 
 
 def is_mesh_axis(axis_name: str | tuple[str, ...]) -> bool:
-    """Whether it is an axis of the mesh of the program being traced, and not one of `jax.vmap`."""
+    """Return whether this is an axis of the mesh of the program being traced, not one of `jax.vmap`."""
     return set(_names(axis_name)) <= set(jax.sharding.get_abstract_mesh().axis_names)
 
 
 def in_mesh_order(axis_name: str | tuple[str, ...]) -> tuple[str | tuple[str, ...], list[int] | None]:
-    """The name to give to collectives, and the number there of each device; None if the numbers stay the same.
+    """Return the axis name to pass to collectives, and each device's index there; None if indices do not change.
 
-    `lax.axis_index` counts the devices of several axes in the order of the names, `lax.ppermute` in the order of the
-    mesh. With the names in mesh order all collectives agree.
+    `lax.axis_index` numbers the devices of several axes in the order of the names, `lax.ppermute` in the order of the
+    mesh. With the names in mesh order, all collectives agree.
     """
     shape, names = jax.sharding.get_abstract_mesh().shape, _names(axis_name)
     ordered = tuple(name for name in shape if name in names)

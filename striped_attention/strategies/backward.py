@@ -1,12 +1,13 @@
-"""Backward pass: gradients of this device's queries, and of keys that travel the rings.
+"""Backward pass: gradients of this device's queries, and of the keys and values that travel the rings.
 
-    each step   send the keys on; the sums of dk and dv arrive
+    each step   send the keys on; receive the sums of dk and dv
                 attend_grad(q, keys)
                 add to the sums
 
-The sums of dk and dv follow their keys around the ring, one step behind, and make as many hops. Half of the heads of a
-device's own block come first, while the first keys are on their way here, and the others last, while the sums travel
-home. Sums are float32; keys and values travel in their own dtype, key heads only.
+The sums of dk and dv follow their keys around the ring, one step behind, and make as many hops. A device's own block
+needs no hop, so it overlaps with two transfers: half of its heads are computed first, while the first keys arrive, and
+the other half last, while the sums travel home. Sums are float32; keys and values travel in their own dtype, key heads
+only.
 """
 
 import functools
@@ -26,11 +27,11 @@ from striped_attention.strategies.hops import Ring
 from striped_attention.strategies.pipeline import Keys, Sums, add, after, gathered, hold, runs, settle
 from striped_attention.strategies.problem import Problem
 
-Gradients = Callable[..., tuple[Any, Sums]]  # (keys, *offsets in the rings so far) -> (dq, dbias), sums of dk and dv
+Gradients = Callable[..., tuple[Any, Sums]]  # (keys, *offsets in the outer rings) -> (dq, dbias), sums of dk and dv
 
 
 class Rows(NamedTuple):
-    """What belongs to this device's queries."""
+    """The arrays that belong to this device's queries."""
 
     q: Array
     out: Array
@@ -44,7 +45,7 @@ class Rows(NamedTuple):
 def gradients_of_rings(
     problem: Problem, rings: tuple[Ring, ...], groups: list[Heads], rows: Rows, block: Callable[..., Block]
 ) -> Gradients:
-    """Gradients over all keys of the rings, the outer one first. Keys are gathered by these groups of heads."""
+    """Return the gradients over all keys of the rings, the outer one first. `groups` are gathered one after another."""
     if not rings:
         return _gradients_of_block(problem, groups, rows, block)
     ring = rings[0]
@@ -87,7 +88,7 @@ def gradients_of_rings(
 def _halves(
     problem: Problem, rows: Rows, part: Any, block: Callable[..., Block]
 ) -> list[Callable[..., tuple[Any, Sums]]]:
-    """The gradients over a device's own keys, heads in two halves where there are several."""
+    """Return functions for the gradients over a device's own keys, one for each part that `halves` returns."""
 
     def own(half: Heads) -> Callable[..., tuple[Any, Sums]]:
         some, mine = half.of_keys(part), rows.of(half)
@@ -99,7 +100,7 @@ def _halves(
 
 
 def _join(problem: Problem, parts: list[tuple[Any, Sums]], kv_heads: int) -> tuple[Any, Any]:
-    """The gradients of all heads from those of halves. A single key head belongs to both."""
+    """Combine the gradients of the parts of the heads. A single key head belongs to both, so its sums are added."""
     found = [settle(problem, sums) for _, sums in parts]
     sums = functools.reduce(add, found) if kv_heads == 1 else join_heads(found)
     dq, dbias = zip(*(mine for mine, _ in parts), strict=True)
@@ -107,7 +108,7 @@ def _join(problem: Problem, parts: list[tuple[Any, Sums]], kv_heads: int) -> tup
 
 
 def _gradients_of_block(problem: Problem, groups: list[Heads], rows: Rows, block: Callable[..., Block]) -> Gradients:
-    """Gradients over the keys at one place in the rings, group of heads by group of heads."""
+    """Return the gradients over the keys at one place in the rings, one group of heads after another."""
     kernels = [problem.kernel.attend_grad(*rows.of(heads)) for heads in groups]
     together = problem.strategy.gather > 1
 

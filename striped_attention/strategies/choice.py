@@ -1,7 +1,7 @@
-"""Choice: which strategy `strategy="auto"` takes, by how long each would be.
+"""Choice: which strategy `strategy="auto"` takes, by estimated time.
 
-`assess` counts the tiles of every device and step as the kernels would run them, turns them into seconds with what is
-known of kernels and hardware, and lets transfers run beside them. The planner asks it too.
+`assess` counts the tiles that the kernels would compute on every device at every step, converts them to seconds with
+the known rates of kernels and hardware, and overlaps transfers with computation. The planner uses it too.
 """
 
 import dataclasses
@@ -24,17 +24,17 @@ from striped_attention.strategies.work import Counts, count_tile_rows, count_til
 from striped_attention.strategies.workload import Workload, adapted
 
 Option = TypeVar("Option")
-AFFORDABLE = 2**25  # devices × tokens that are counted block by block where rows of tiles are not enough
-CLOSE = 0.01  # a difference in time that is no reason to leave a simpler strategy
+AFFORDABLE = 2**25  # devices × tokens up to which tiles are counted block by block if rows of tiles are not exact
+CLOSE = 0.01  # relative difference in time that does not justify a less simple strategy
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Assessment:
-    """What a layer's attention would be.
+    """The estimated cost of one layer's attention.
 
-    `tiles` are of one head, by device and step, and no more than these if not `exact` (gathered ones: about these); the
-    ring leaves out the steps that are not `needed`. `waiting` is the part of attention's time in which the mean device
-    does not compute; `hidden` says whether no step waits for the interconnect alone.
+    `tiles` are per head, by device and step; an upper bound unless `exact` (with gathered keys: an estimate). The ring
+    skips the steps that are not `needed`. `waiting` is the fraction of attention's time in which the mean device is
+    idle; `hidden` is true if no step's transfer takes longer than the busiest device's computation.
     """
 
     workload: Workload
@@ -61,32 +61,32 @@ class Assessment:
 
     @property
     def attention_seconds(self) -> float:
-        """Of one layer, forward and backward."""
+        """Seconds of one layer's attention, forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
     @property
     def flops(self) -> np.ndarray:
-        """What every device computes at every step, of one layer forward, in whole tiles; backward 2.5 times that."""
+        """FLOPs of one layer's forward pass by device and step, in whole tiles; × 2.5 in the backward pass."""
         return self.tiles * float(tile_flops(self.workload, self.chosen.tile))
 
     @property
     def critical_path(self) -> int:
-        """Tiles of the busiest device, added up over the steps; per head."""
+        """Tiles per head of the busiest device of each step, summed over the steps."""
         return int(self.tiles.max(axis=0).sum(dtype=np.int64))
 
     @property
     def imbalance(self) -> float:
-        """The critical path over the mean device's tiles: 1 if all steps are shared equally."""
+        """The critical path divided by the mean device's tiles: 1 if every step is balanced."""
         return self.critical_path * len(self.tiles) / max(1, int(self.tiles.sum(dtype=np.int64)))
 
     def timelines(self) -> tuple[Timeline, Timeline]:
-        """The forward and the backward pass, step by step; worked out anew, for they are large."""
+        """Compute the forward and the backward pass step by step; not stored, because they are large."""
         forward, backward = passes(self.workload, self.chosen, self.tiles, self.needed)
         return forward.timeline(), backward.timeline()
 
 
 class TileCount:
-    """Tiles of a mask by layout, devices and tile, each counted once, and whether that is exact."""
+    """Count a mask's tiles for a layout, devices and tile, and say whether that is exact. Results are cached."""
 
     def __init__(self, mask: Mask, length: int, affordable: int | None = None) -> None:
         self.mask, self.length = mask, length
@@ -104,7 +104,7 @@ class TileCount:
 
 
 def assess(workload: Workload, count: TileCount) -> Assessment:
-    """What a layer's attention would be; raises NotImplementedError if the kernel that is asked for cannot do it."""
+    """Estimate a layer's attention; raise NotImplementedError if the requested kernel does not support it."""
     request, strategy = workload.request, workload.strategy
     chosen = kernels.fastest(workload.kernel, request)
     tiles, exact = count(request.layout, request.devices, chosen.tile)
@@ -127,9 +127,10 @@ def assess(workload: Workload, count: TileCount) -> Assessment:
 
 
 def _gathered(tiles: Counts, gather: int) -> Int[np.ndarray, "devices groups"]:
-    """Tiles by group of keys, that many devices in each, from tiles by device of keys: about so many.
+    """Estimate the tiles by group of `gather` devices whose keys are gathered, from the tiles by device.
 
-    The keys that a row of tiles sees are as many, but lie together: their ends are rounded to tiles once, not on each.
+    This is approximate: a row of tiles sees the same keys, but gathered keys are contiguous, so their ends are rounded
+    to tiles once per group, not once per device.
     """
     devices = len(tiles)
     groups = devices // gather
@@ -137,7 +138,7 @@ def _gathered(tiles: Counts, gather: int) -> Int[np.ndarray, "devices groups"]:
         return tiles.sum(axis=1, keepdims=True, dtype=tiles.dtype)
     found = np.zeros((devices, groups), tiles.dtype)
     for member in range(gather):
-        # Of a group's member, the keys from j places back lie (gather - 1 - member + j) // gather groups back.
+        # For this member of a group, the keys from j places back lie (gather - 1 - member + j) // gather groups back.
         aligned = np.roll(tiles[member::gather], gather - 1 - member, axis=1)
         found[member::gather] = aligned.reshape(groups, groups, gather).sum(axis=2)
     return found
@@ -146,11 +147,12 @@ def _gathered(tiles: Counts, gather: int) -> Int[np.ndarray, "devices groups"]:
 def choose_strategy(
     asked: Any, request: Request, kernel: str = "auto", *, neighbours: int | None = None, forward_only: bool = False
 ) -> Strategy:
-    """The strategy that is asked for; for "auto" the fastest of those that fit in memory.
+    """Return the requested strategy; for "auto", the fastest of those that fit in memory.
 
-    `request` is what a ring asks of a kernel. So many consecutive `neighbours` share a fast interconnect; by default as
-    many as a node or pod has. Documents are known only when the program runs, so lengths as `striped plan` draws them
-    are taken. What "auto" took, and why, is logged at level INFO; if nothing is planned to fit, it is a warning.
+    `request` is what a ring would ask of a kernel. `neighbours` consecutive devices share a fast interconnect; by
+    default as many as a node or pod has. Documents are known only at run time, so "auto" assumes document lengths
+    sampled as in `striped plan`. It logs its choice and the reason at level INFO, or as a warning if no strategy is
+    expected to fit.
     """
     log = logging.getLogger("striped_attention")
     if isinstance(asked, str) and asked == AUTO:
@@ -162,16 +164,16 @@ def choose_strategy(
     wanted = resolve(asked, request.devices, request.heads)
     found = adapted(wanted, request)
     if found != wanted:
-        log.info("strategy %s is %s here: what it adds to that, neither the mask nor the devices need", wanted, found)
+        log.info("strategy %s is reduced to %s: this mask and these devices do not need the rest", wanted, found)
     return found
 
 
 def fastest_that_fits(
     options: list[Option], seconds: Callable[[Option], float], memory: Callable[[Option], int], usable: float
 ) -> Option:
-    """The fastest of those that fit in a device's memory; if none does, what needs least of it.
+    """Return the fastest option that fits in a device's memory; if none fits, the one that needs the least.
 
-    Options come with the simplest one first, and it is taken where others are planned to be hardly faster.
+    Options are sorted, the simplest first. A simpler one is preferred if it is expected to be at most 1% slower.
     """
     fitting = [one for one in options if memory(one) <= usable]
     if not fitting:
@@ -182,14 +184,14 @@ def fastest_that_fits(
 
 @functools.lru_cache(maxsize=1024)
 def _fastest(request: Request, kernel: str, forward_only: bool, neighbours: int | None) -> tuple[Strategy, str, bool]:
-    """The strategy to take, why, and whether it is planned to fit in memory."""
+    """Return the strategy to take, the reason, and whether it is expected to fit in memory."""
     hardware = hardware_of(request.platform, request.device_kind)
     if neighbours is not None:
         hardware = dataclasses.replace(hardware, group=neighbours)
     mask = Mask(window=request.window, prefix=request.prefix)
     if request.documents:
         mask = mask & packed(request.length)
-    count = TileCount(mask, request.length, affordable=0)  # while a program is traced, estimates must do
+    count = TileCount(mask, request.length, affordable=0)  # estimates, to keep tracing fast
     seconds: dict[Strategy, float] = {}
     memory: dict[Strategy, int] = {}
     found = candidates(request.devices, request.heads, hardware.group)
@@ -201,17 +203,17 @@ def _fastest(request: Request, kernel: str, forward_only: bool, neighbours: int 
         seconds[strategy] = times.forward_seconds if forward_only else times.attention_seconds
         memory[strategy] = workload.messages.memory
     if not seconds:
-        return RING, f"kernel {kernel!r} can do none", True
+        return RING, f"kernel {kernel!r} supports none of the strategies", True
     fitting = [strategy for strategy in seconds if memory[strategy] <= hardware.usable]
     best = fastest_that_fits(list(seconds), seconds.__getitem__, memory.__getitem__, hardware.usable)
     each = ", ".join(
         f"{strategy} {time:.3g} s{'' if strategy in fitting else ' (does not fit in memory)'}"
         for strategy, time in seconds.items()
     )
-    why = f"planned for a layer's attention on {request.devices} × {hardware.name}: {each}"
+    why = f"estimated for one layer's attention on {request.devices} × {hardware.name}: {each}"
     if not fitting:
         why = (
-            f"none fits in the {hardware.usable / 1e9:.3g} GB of a device, and this one needs least, "
-            f"{memory[best] / 1e9:.3g} GB. Use more devices or shorter sequences. What was {why}"
+            f"none fits in the {hardware.usable / 1e9:.3g} GB of a device, and this one needs the least, "
+            f"{memory[best] / 1e9:.3g} GB. Use more devices or shorter sequences. Times {why}"
         )
     return best, why, bool(fitting)

@@ -1,7 +1,8 @@
-"""Exchanges: what moves among neighbours, inside `shard_map`.
+"""Exchanges: communication among devices, inside `shard_map`.
 
-`to_heads` and `from_heads` trade tokens for heads; `gather` and `scatter` are all-gather and reduce-scatter of what
-belongs to keys; `send` passes it on along the ring. Arrays are [batch, slots, heads, ...] and stay sorted by position.
+`to_heads` and `from_heads` are all-to-all exchanges of heads for tokens; `gather` is the all-gather of keys and values,
+`scatter` the reduce-scatter of their gradients; `send` passes either on along the ring. Arrays are
+[batch, slots, heads, ...] and stay sorted by position.
 """
 
 from typing import Any
@@ -19,11 +20,11 @@ from striped_attention.runtime.sharding import in_mesh_order
 from striped_attention.strategies.hops import Ring
 from striped_attention.strategies.problem import Problem
 
-KEYS = "attention_keys"  # the scope of what is gathered and scattered, in compiled programs
+KEYS = "attention_keys"  # the name scope of gathers and scatters in compiled programs
 
 
 def to_heads(problem: Problem, q: Array, k: Array, v: Array, mask: Mask, bias: Any, sinks: Any) -> Any:
-    """All tokens of a group of neighbours, for this device's share of the heads. The mask has no heads."""
+    """Return all tokens of a group of neighbours, for this device's share of the heads. The mask has no heads."""
     copies = problem.strategy.key_copies(q.shape[2], k.shape[2])
     k, v = (x if copies == 1 else jnp.repeat(x, copies, axis=2) for x in (k, v))
     where = _neighbours(problem)
@@ -36,7 +37,7 @@ def to_heads(problem: Problem, q: Array, k: Array, v: Array, mask: Mask, bias: A
 
 
 def from_heads(problem: Problem, out: Array) -> Array:
-    """All heads, for this device's own tokens."""
+    """Return all heads, for this device's own tokens: the inverse of `to_heads`."""
     out = problem.layout.split(out, problem.strategy.heads, problem.padded_length, problem.devices)
     return _trade.bind(out, split=1, concat=2, **_neighbours(problem))
 
@@ -46,13 +47,13 @@ def _join(problem: Problem, x: Array) -> Array:
 
 
 def _neighbours(problem: Problem) -> dict[str, Any]:
-    """Groups of devices that share out heads, as collectives take them."""
+    """Return the groups of devices that exchange heads for tokens, as arguments of collectives."""
     heads = problem.strategy.heads
     return _groups(problem, [range(first, first + heads) for first in range(0, problem.devices, heads)])
 
 
 def _gatherers(problem: Problem) -> dict[str, Any]:
-    """Groups of devices that gather keys: those of neighbouring groups that have the same heads."""
+    """Return the groups of devices that gather keys: devices of neighbouring groups that have the same heads."""
     heads, group = problem.strategy.heads, problem.strategy.group
     firsts = [first + member for first in range(0, problem.devices, group) for member in range(heads)]
     return _groups(problem, [range(first, first + group, heads) for first in firsts])
@@ -64,12 +65,12 @@ def _groups(problem: Problem, groups: list[range]) -> dict[str, Any]:
     return dict(axis_name=name, axis_index_groups=tuple(tuple(map(number, group)) for group in groups))
 
 
-# `lax.all_to_all` among groups of devices, for which JAX has no `vmap`.
+# `lax.all_to_all` among groups of devices, for which JAX has no batching rule (`vmap`).
 _trade = Primitive("attention_trade")
 
 
 def _all_to_all(x: Array, *, split: int, concat: int, **where: Any) -> Array:
-    """One transposition before or after; XLA makes two of an all-to-all along inner axes."""
+    """Exchange along the leading axis, with one transposition before or after. Along inner axes XLA makes two."""
     size = len(where["axis_index_groups"][0])
     shape = (*x.shape[:split], size, x.shape[split] // size, *x.shape[split + 1 :])
     pieces = lax.all_to_all(jnp.moveaxis(x.reshape(shape), split, 0), split_axis=0, concat_axis=0, **where)
@@ -78,7 +79,7 @@ def _all_to_all(x: Array, *, split: int, concat: int, **where: Any) -> Array:
 
 
 def _traded(x: Any, *, split: int, concat: int, axis_index_groups: Any, **_: Any) -> Any:
-    """Shape and dtype of what is traded."""
+    """Return the shape and dtype of the result."""
     size, shape = len(axis_index_groups[0]), list(x.shape)
     shape[split] //= size
     shape[concat] *= size
@@ -102,7 +103,7 @@ batching.primitive_batchers[_trade] = _trade_all
 
 @jax.named_scope(KEYS)
 def gather(problem: Problem, x: Any) -> Any:
-    """What the devices that gather together have, of keys."""
+    """Gather x, which belongs to keys, from all devices of this device's gathering group."""
     if problem.strategy.gather == 1:
         return x
     size = (problem.strategy.gather, problem.padded_length, problem.query_devices)
@@ -116,7 +117,7 @@ def gather(problem: Problem, x: Any) -> Any:
 
 @jax.named_scope(KEYS)
 def scatter(problem: Problem, x: Any) -> Any:
-    """Sums, over the devices that gather together, of what belongs to this device's keys: `gather` backwards."""
+    """Sum x over the devices of a gathering group; return the part of this device's keys: the transpose of `gather`."""
     if problem.strategy.gather == 1:
         return x
     size = (problem.strategy.gather, problem.padded_length, problem.query_devices)
@@ -124,8 +125,8 @@ def scatter(problem: Problem, x: Any) -> Any:
     def one(leaf: Array) -> Array:
         apart = problem.query_layout.split(leaf, *size)
         total = lax.psum_scatter(apart, scatter_dimension=1, tiled=True, **_gatherers(problem))
-        # If this sum is rounded to the dtype of k and v next, XLA for TPUs would round what it sums as well. This
-        # identity keeps it from that.
+        # If this sum is then rounded to the dtype of k and v, XLA for TPUs would round its summands too. This identity
+        # prevents that.
         exact = jnp.finfo(total.dtype)
         return lax.reduce_precision(total, exact.nexp, exact.nmant)
 
@@ -133,7 +134,7 @@ def scatter(problem: Problem, x: Any) -> Any:
 
 
 def send(problem: Problem, x: Any, ring: Ring, places: int) -> Any:
-    """Pass a pytree `places` on along a ring."""
+    """Send a pytree `places` places further along a ring."""
     group = problem.strategy.group
     pairs = [(i, ring.shift(i // group, places) * group + i % group) for i in range(problem.devices)]
     name, numbers = in_mesh_order(problem.axis_name)

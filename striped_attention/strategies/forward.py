@@ -4,8 +4,8 @@
                 attend(q, keys)
                 merge into the result
 
-A step sends first, so transfer and arithmetic overlap. The device's own block comes first: it needs no hop, and the
-first hop overlaps with it. In a double ring a step of the outer ring is a whole round of the inner ring.
+A step sends first, so transfer and computation overlap. The device's own block comes first: it needs no hop, and the
+first hop overlaps with it. In a double ring, a step of the outer ring is a whole round of the inner ring.
 """
 
 import functools
@@ -25,13 +25,13 @@ from striped_attention.strategies.hops import Ring
 from striped_attention.strategies.pipeline import Keys, after, gathered, hold, runs
 from striped_attention.strategies.problem import Problem
 
-Attend = Callable[..., Partial]  # (keys, *offsets in the rings so far)
+Attend = Callable[..., Partial]  # (keys, *offsets in the outer rings)
 
 
 def attend_rings(
     problem: Problem, rings: tuple[Ring, ...], groups: list[Heads], q: Array, block: Callable[..., Block]
 ) -> Attend:
-    """Attention to all keys of the rings, the outer one first. Keys are gathered by these groups of heads."""
+    """Return attention to all keys of the rings, the outer one first. `groups` are gathered one after another."""
     if not rings:
         return _attend_block(problem, groups, q, block)
     ring, deeper = rings[0], attend_rings(problem, rings[1:], groups, q, block)
@@ -56,7 +56,7 @@ def attend_rings(
 
 
 def _attend_block(problem: Problem, groups: list[Heads], q: Array, block: Callable[..., Block]) -> Attend:
-    """Attention to the keys at one place in the rings, group of heads by group of heads."""
+    """Return attention to the keys at one place in the rings, one group of heads after another."""
     kernels = [problem.kernel.attend(q[:, :, heads.queries]) for heads in groups]
 
     def attend(keys: Keys, *offsets: Any) -> Partial:

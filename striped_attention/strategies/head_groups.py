@@ -1,4 +1,4 @@
-"""Head groups: the heads of a block in parts, so that keys of some can be on their way while others are worked on."""
+"""Head groups: the heads of a block split into groups, so that keys of one can travel while another is computed."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from striped_attention.kernels.contract import Block
 
-MOST = 4  # groups whose keys are gathered one after the other
+MOST = 4  # groups whose keys are gathered one after another
 
 
 class Heads(NamedTuple):
-    """Some query heads, and the key heads that they see."""
+    """A group of query heads, and the key heads that they see."""
 
     queries: slice = slice(None)
     keys: slice = slice(None)
@@ -26,7 +26,7 @@ class Heads(NamedTuple):
 
 
 def split_heads(gather: int, heads: int, kv_heads: int, most: int = MOST) -> list[Heads]:
-    """All heads; where keys are gathered from several devices, in at most `most` equal groups of whole key heads."""
+    """Return all heads as one group; if keys are gathered, as at most `most` equal groups of whole key heads."""
     if gather == 1:
         return [Heads()]
     count = max(n for n in range(1, most + 1) if kv_heads % n == 0)
@@ -38,9 +38,9 @@ def split_heads(gather: int, heads: int, kv_heads: int, most: int = MOST) -> lis
 
 
 def halves(gather: int, heads: int, kv_heads: int) -> list[Heads]:
-    """All heads in two parts, or in one if there is but one. A single key head is seen by both parts.
+    """Split all heads into two halves, or return a single head whole. A single key head is seen by both halves.
 
-    Where keys are gathered from several devices it stays whole, to be gathered once.
+    If keys are gathered, heads that share a single key head stay whole, so that it is gathered once.
     """
     if heads == 1 or (gather > 1 and kv_heads == 1):
         return [Heads()]
@@ -51,10 +51,10 @@ def halves(gather: int, heads: int, kv_heads: int) -> list[Heads]:
 
 
 def join_heads(parts: Sequence[Any]) -> Any:
-    """Arrays [batch, slots, heads, …] of all heads, from those of groups of heads."""
+    """Concatenate arrays [batch, slots, heads, …] of groups of heads into arrays of all heads."""
     return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x, axis=2), *parts)
 
 
 def join_bias(parts: Sequence[Any]) -> Any:
-    """The gradient of a bias, [heads, …], from those of groups of heads."""
+    """Concatenate the gradients of a bias, [heads, …], of groups of heads."""
     return parts[0] if len(parts) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *parts)

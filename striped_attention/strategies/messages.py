@@ -1,4 +1,4 @@
-"""Messages: what a strategy sends and holds for the attention of one layer, from shapes alone."""
+"""Messages: what a strategy sends and keeps in memory for one layer's attention, from shapes alone."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ FLOAT32 = 4  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class Messages:
-    """What a device sends for the attention of one layer, forward, in bytes: by strategy, on `devices` of an axis."""
+    """Bytes that a device sends for one layer's attention in the forward pass, on `devices` devices of an axis."""
 
     heads: int
     kv_heads: int
@@ -18,34 +18,34 @@ class Messages:
     strategy: Strategy
     devices: int
     tokens: int  # per device, of all its sequences
-    width: int  # bytes per number
+    width: int  # bytes per element
     steps: int | None = None  # groups of devices whose keys a device needs; by default all
 
     @property
     def queries(self) -> int:
-        """Numbers that a device holds of queries; of the result as many."""
+        """Elements of the queries on a device; the result has as many."""
         return self.tokens * self.heads * self.dim
 
     @property
     def keys(self) -> int:
-        """Numbers that a device holds of keys, copies for other heads included; of values as many."""
+        """Elements of the keys on a device, including copies of key heads; the values have as many."""
         copies = self.strategy.key_copies(self.heads, self.kv_heads)
         return self.tokens * self.kv_heads * copies * self.dim
 
     @property
     def trade(self) -> int:
-        """Queries, keys, values and results among devices that share out heads."""
+        """Bytes of the all-to-all exchanges of heads for tokens: queries, keys, values and results."""
         heads = self.strategy.heads
         return 2 * (self.queries + self.keys) * (heads - 1) // heads * self.width
 
     @property
     def gather(self) -> int:
-        """Keys and values among devices that gather them, at all steps of the ring."""
+        """Bytes of gathered keys and values, over all steps of the ring."""
         return 2 * self.keys * (self.strategy.gather - 1) * (self.hops + 1) * self.width
 
     @property
     def hop(self) -> int:
-        """Keys and values to the next group of the ring, once."""
+        """Bytes of keys and values in one hop to the next group of the ring."""
         return 2 * self.keys * self.width
 
     @property
@@ -54,19 +54,20 @@ class Messages:
 
     @property
     def forward(self) -> int:
-        """Keys and values in all, by hops and gathered. Backward as much, and the float32 gradients of both."""
+        """Bytes of all keys and values, hops and gathers. The backward pass adds the float32 gradients of both."""
         return self.hops * self.hop + self.gather
 
     def slow(self, near: int) -> tuple[int, int]:
-        """Of `forward` and `trade`, what leaves a group of `near` neighbours with a fast interconnect.
+        """Return the parts of `forward` and `trade` that leave a group of `near` devices with a fast interconnect.
 
-        Of the device that sends most: in a single ring the last of its group, which sends every hop to the next one.
-        Gathered keys leave a group once for all devices of the next one, and its members share that out.
+        These are the bytes of the device that sends the most: in a single ring the last of its group, which sends every
+        hop to the next group. Gathered keys leave a group once for all devices of the next one; the devices of the
+        group share that traffic.
         """
         if self.devices <= near:
             return 0, 0
         strategy = self.strategy
-        gathering = max(1, near // strategy.heads)  # of those with the same heads, so many are near
+        gathering = max(1, near // strategy.heads)  # how many devices with the same heads are in the group
         hops = self.devices // strategy.group
         if strategy.inner > 1 and self.hops + 1 == hops and near % (strategy.group * strategy.inner) == 0:
             hops //= strategy.inner
@@ -76,24 +77,24 @@ class Messages:
 
     @property
     def groups(self) -> int:
-        """Groups of heads whose keys are gathered one after the other."""
+        """The number of groups of heads whose keys are gathered one after another."""
         copies, shared = self.strategy.key_copies(self.heads, self.kv_heads), self.strategy.heads
         return len(split_heads(self.strategy.gather, self.heads // shared, self.kv_heads * copies // shared))
 
     @property
     def gathered(self) -> int:
-        """Numbers of gathered keys and values in memory: those at work, the next ones, in a ring also its next ones."""
+        """Elements of gathered keys and values in memory: groups in use and next; in a ring also the next step's."""
         sets = min(3 if self.hops else 2, self.groups) / self.groups
         return int(2 * self.keys * (self.strategy.gather - 1) * sets)
 
     @property
     def memory(self) -> int:
-        """Bytes at the peak of the backward pass, inputs and results included.
+        """Peak bytes of the backward pass, including inputs and results.
 
-        As seen in programs compiled for H200s and TPUs. Of the queries' size: q, the result and what its rounding lost;
-        in float32 the result and its gradient, in a ring also dq, with their copies for a loop. Of the keys' size: k
-        and v that are held, sent and kept, and the sums of dk and dv: at home, travelling, arriving, of this block.
-        Gathered keys and their float32 gradients are there twice, as they come and sorted by position.
+        As observed in programs compiled for H200s and TPUs. Arrays of the queries' size: q, the result and its rounding
+        error; in float32 the result and its gradient, in a ring also dq, and copies of these for the loop. Arrays of
+        the keys' size: k and v in use, being sent and saved; the sums of dk and dv at home, travelling, arriving and of
+        this block. Gathered keys and their float32 gradients exist twice: as received and sorted by position.
         """
         travelling = min(self.hops + 1, 3)
         traded = (2 * self.queries + 4 * self.keys) * self.width if self.strategy.heads > 1 else 0  # before and after
@@ -107,7 +108,7 @@ class Messages:
 
     @property
     def _of_double_ring(self) -> int:
-        """Bytes of a round's own result and sums. XLA unrolls short loops, and then keeps the results of all steps."""
+        """Bytes of an inner round's own result and sums. XLA unrolls short loops and then keeps every step's result."""
         if self.strategy.inner == 1:
             return 0
         kept = self.hops + 1 if self.strategy.inner <= 4 else 0

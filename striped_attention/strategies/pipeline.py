@@ -1,7 +1,7 @@
-"""Pipeline: keys and values that are on their way while others are attended to, and their gradients on the way back.
+"""Pipeline: transfers of keys and values, and of their gradients, that overlap with attention to other keys.
 
-Keys that travel a ring may have to be gathered as well, group of heads by group of heads. A device then holds its own
-part and the gathered keys of the first group; the other groups are gathered while the ones before them are attended to.
+Keys that travel a ring may also have to be gathered, one group of heads after another. A device then holds its own
+shard and the gathered keys of the first group; every other group is gathered during attention to the group before it.
 The gradients of gathered keys are scattered in the same way, those of the last group while the next step computes.
 """
 
@@ -21,21 +21,21 @@ from striped_attention.strategies.problem import Problem
 
 
 class Keys(NamedTuple):
-    """Keys and values: the part that travels, and the first group of heads, if it has been gathered already."""
+    """Keys and values: the shard that travels, and the first group of heads if it has already been gathered."""
 
     part: Any
     first: Any = None
 
 
 class Sums(NamedTuple):
-    """Gradients of keys and values, and those of the last heads that are still to be scattered and added."""
+    """Gradients of keys and values, and those of the last group of heads, not yet scattered and added."""
 
     total: Any
     pending: Any = None
 
 
 def hold(problem: Problem, groups: list[Heads], part: Any) -> Keys:
-    """A part of the keys, ready for attention to its first group of heads."""
+    """Return a shard of the keys, ready for attention to its first group of heads."""
     return Keys(part, None if problem.strategy.gather == 1 else exchange.gather(problem, groups[0].of_keys(part)))
 
 
@@ -46,10 +46,10 @@ def gathered(
     computed: Callable[[int], Array],
     settled: Callable[[int], Array],
 ) -> Iterator[tuple[Heads, Any]]:
-    """Groups of heads and their keys. While the caller works on one, the next is being gathered.
+    """Yield groups of heads and their keys. While the caller computes one group, the next is gathered.
 
-    Work on group i waits for `computed(i - 1)`, and its gathering for `settled(i - 2)`, which may be the result of a
-    transfer: so transfers run one after the other, and two groups are in memory at a time.
+    The computation of group i waits for `computed(i - 1)`, and its gather for `settled(i - 2)`, which may be the result
+    of a transfer. So transfers run one after another, and only two groups are in memory at a time.
     """
     following = exchange.gather(problem, groups[0].of_keys(keys.part)) if keys.first is None else keys.first
     for i, heads in enumerate(groups):
@@ -61,7 +61,7 @@ def gathered(
 
 
 def settle(problem: Problem, sums: Sums) -> Any:
-    """The gradients of keys and values, with nothing pending."""
+    """Return the gradients of keys and values, after scattering and adding those that are pending."""
     if sums.pending is None:
         return sums.total
 
@@ -73,7 +73,7 @@ def settle(problem: Problem, sums: Sums) -> Any:
 
 
 class Run(NamedTuple):
-    """Steps of a ring that one loop can do: at each of `offsets`, keys move on by `places`, having come by `came`."""
+    """Steps of a ring that form one loop: at each of `offsets`, keys came by a hop of `came` and leave by `places`."""
 
     offsets: np.ndarray
     places: int
@@ -81,7 +81,7 @@ class Run(NamedTuple):
 
 
 def runs(offsets: tuple[int, ...], came: int | None = None) -> list[Run]:
-    """The steps at all offsets but the last, where the hops end; grouped by the hops they make."""
+    """Group the steps at all offsets but the last, where the hops end, by the hops they make."""
     hops = [b - a for a, b in itertools.pairwise(offsets)]
     steps = zip(offsets, hops, [came, *hops], strict=False)
     return [
@@ -91,16 +91,16 @@ def runs(offsets: tuple[int, ...], came: int | None = None) -> list[Run]:
 
 
 def add(a: Any, b: Any) -> Any:
-    """The sum of two pytrees; None counts as zero."""
+    """Add two pytrees; None counts as zero."""
     return b if a is None else a if b is None else jax.tree.map(jnp.add, a, b)
 
 
 def after(keys: Any, result: Array) -> Any:
-    """The same keys, but not before `result` has been computed.
+    """Return the same keys, made available only after `result` has been computed.
 
-    Without this a compiler may send keys all the way round before it computes anything, and most transfers have no
-    arithmetic to overlap with. It drops `lax.optimization_barrier` before it schedules a program, so one number of the
-    keys, chosen by the result, is overwritten with itself: in place, at no cost.
+    Otherwise the compiler may send keys all the way round before it computes anything, and most transfers have no
+    computation to overlap with. It drops `lax.optimization_barrier` before scheduling. So one element of the keys,
+    chosen by the result, is overwritten with itself: in place, at no cost.
     """
     which = (result[(0,) * result.ndim] > 0).astype(jnp.int32)
 

@@ -1,4 +1,4 @@
-"""Problem: what is asked, apart from what moves when: the block of any group's queries with any group's keys."""
+"""Problem: what is computed, regardless of what moves when: the block of any group's queries with any group's keys."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,10 +17,10 @@ from striped_attention.strategies.strategy import RING, Strategy
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Everything about attention over a mesh axis that is known while tracing.
+    """Everything about attention over a mesh axis that is known at trace time.
 
-    `layout` deals the tokens to the `devices` of the axis. Attention itself sees fewer, larger devices: queries are
-    those of a group that shares out heads, and keys those of the groups that gather them.
+    `layout` assigns the tokens to the `devices` of the axis. Attention itself sees fewer, larger devices: its queries
+    are those of a group that shares out heads, and its keys those of the groups that gather them.
     """
 
     axis_name: AxisName
@@ -49,20 +49,20 @@ class Problem:
 
     @property
     def ring(self) -> int:
-        """The groups that keys travel among."""
+        """The number of groups that keys travel among."""
         return self.devices // self.strategy.group
 
     def offsets(self, mask: Mask) -> tuple[int, ...]:
-        """How many places back in the ring keys come from, step by step."""
+        """Return how many places back in the ring the keys of every step come from."""
         return needed_hops(self.key_layout, mask.window, mask.prefix, self.length, self.padded_length, self.ring)
 
     def rings(self, mask: Mask) -> tuple[Ring, ...]:
-        """The rings that keys travel, the outer one first."""
+        """Return the rings that keys travel, the outer one first."""
         sizes = (self.length, self.padded_length, self.ring)
         return make_rings(self.strategy.inner, self.key_layout, mask.window, mask.prefix, *sizes)
 
     def blocks(self, mask: Mask, bias: Bias | None) -> Callable[..., Block]:
-        """A function from an offset in each ring to the block of this device's queries with the keys from there."""
+        """Return a function from an offset in each ring to the block of this device's queries with those keys."""
         device = lax.axis_index(self.axis_name)
         meet = self.meetings(mask, bias, _divide(device, self.strategy.heads))
         here = _divide(device, self.strategy.group)
@@ -77,9 +77,10 @@ class Problem:
         return block
 
     def meetings(self, mask: Mask, bias: Bias | None, here: Any) -> Callable[[Any, bool], Block]:
-        """A function from a group of keys to their block with `here`'s queries, and whether these are among them.
+        """Return a function block(there, own): the block of `here`'s queries with the keys of group `there`.
 
-        What does not change from block to block is computed once. `mask` is that of `here`'s queries.
+        `own` says whether group `there` includes `here`. What all blocks share is computed once. `mask` is that of
+        `here`'s queries.
         """
         positions = self.query_layout.positions(here, self.padded_length, self.query_devices)
         lo, hi = mask.bounds(positions, self.length)

@@ -1,8 +1,8 @@
 """Ring: exact attention over the devices of a mesh axis, and its derivative.
 
-Every device keeps its queries, or trades tokens for heads with its neighbours first. Keys and values travel: after j
-hops of a ring a device holds those of the device j places before it. N devices need N - 1 hops, and fewer where the
-mask shows while tracing that nobody needs a block. `forward` and `backward` say what happens at each step.
+Every device keeps its queries, or first exchanges heads for tokens with its neighbours. Keys and values travel: after j
+hops of a ring a device holds those of the device j places before it. N devices need N - 1 hops, or fewer if the mask
+shows at trace time that no device needs some of them. `forward` and `backward` describe each step.
 """
 
 import functools
@@ -26,8 +26,8 @@ from striped_attention.strategies.head_groups import split_heads
 from striped_attention.strategies.pipeline import Keys, settle
 from striped_attention.strategies.problem import Problem
 
-# What a backward pass needs of a forward pass besides q, k and v. jax.checkpoint with the policy
-# jax.checkpoint_policies.save_only_these_names(*SAVED) recomputes everything else, but never the ring.
+# What the backward pass needs from the forward pass besides q, k and v. With the policy
+# jax.checkpoint_policies.save_only_these_names(*SAVED), jax.checkpoint recomputes everything else, but never the ring.
 SAVED = ("attention_out", "attention_lost", "attention_lse")
 
 
@@ -40,9 +40,9 @@ def ring_attention(
     bias: Bias | None = None,
     sinks: Float[Array, " heads"] | None = None,
 ) -> Float[Array, "batch slots heads dim"]:
-    """Exact attention of this device's queries over the keys of the whole ring; to be called inside `shard_map`."""
-    # Adding a zero that varies over every mesh axis that some input varies over makes all inputs vary alike, as loops
-    # under shard_map's check_vma demand. It costs nothing, and its transpose sums the gradients of replicated inputs.
+    """Compute exact attention of this device's queries to the keys of the whole ring, inside `shard_map`."""
+    # Loops under shard_map's check_vma require all inputs to vary over the same mesh axes. So add a zero that varies
+    # over every axis that any input varies over. It costs nothing; its transpose sums gradients of replicated inputs.
     inputs = (q, k, v, mask, bias, sinks)
     zero = lax.axis_index(problem.axis_name) * 0
     for leaf in jax.tree.leaves(inputs):
@@ -50,14 +50,14 @@ def ring_attention(
     inputs = jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), inputs)
     if problem.length == problem.padded_length:
         return _exchanged(problem, *inputs)
-    # Nothing may come out of padding, not even the NaN that a model may have made there of zeros: 0 · NaN is NaN.
+    # Padding must not affect the result. A model may have turned zeros into NaN there, and 0 · NaN is NaN.
     held = problem.layout.positions(lax.axis_index(problem.axis_name), problem.padded_length, problem.devices)
     blank = lambda x: jnp.where((held < problem.length)[None, :, None, None], x, 0)  # noqa: E731
     return blank(_exchanged(problem, *map(blank, inputs[:3]), *inputs[3:]))
 
 
 def _exchanged(problem: Problem, *inputs: Any) -> Array:
-    """With tokens traded for heads, and back."""
+    """Run the ring between the exchanges of heads for tokens and back, if the strategy has them."""
     if problem.strategy.heads == 1:
         return _ring_attention(problem, *inputs)
     return exchange.from_heads(problem, _ring_attention(problem, *exchange.to_heads(problem, *inputs)))
@@ -69,7 +69,7 @@ def _ring_attention(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: 
 
 
 def ring_partial(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any) -> Partial:
-    """The forward pass alone, with the log of the sums that its result was divided by."""
+    """Compute the forward pass alone, as a partial result with its lse."""
     groups = split_heads(problem.strategy.gather, q.shape[2], k.shape[2])
     attend = attend_rings(problem, problem.rings(mask), groups, q, problem.blocks(mask, bias))
     return attend(Keys((k, v)))
@@ -79,8 +79,8 @@ def _forward(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any, si
     dtype = accumulator(q.dtype)
     result = add_sinks(ring_partial(problem, q, k, v, mask, bias), sinks)
     out = checkpoint_name(result.out.astype(q.dtype), SAVED[0])
-    # dq and dk are small differences of large numbers, one of them out · dout, so the backward pass needs all of out.
-    # What rounding takes from it is kept in the inputs' dtype, at half the cost of keeping out in float32.
+    # dq and dk are small differences of large terms, one of which is out · dout, so the backward pass needs `out` in
+    # full precision. Its rounding error is kept in the inputs' dtype, at half the cost of keeping `out` in float32.
     lost = None
     if q.dtype != dtype and problem.kernel.FULL_OUT:
         lost = checkpoint_name((result.out - out.astype(dtype)).astype(q.dtype), SAVED[1])
@@ -91,7 +91,7 @@ def _forward(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any, si
 def _backward(problem: Problem, residuals: Any, dout: Array) -> Any:
     if problem.kernel.DIFFERENTIABLE:
         dq, dk, dv, dbias, dsinks = _forward_differentiable(problem, residuals, dout)
-    else:  # not by a custom_jvp, inside which kernels cannot write to mutable arrays
+    else:  # no custom_jvp: kernels cannot write to mutable arrays inside one
         *saved, out, lost, lse = residuals
         residuals = (*saved, _first_only.bind(out), lost, lse)
         dq, dk, dv, dbias, dsinks = _gradients(problem, residuals, dout)
@@ -99,7 +99,7 @@ def _backward(problem: Problem, residuals: Any, dout: Array) -> Any:
 
 
 def _gradients(problem: Problem, residuals: Any, dout: Array) -> Any:
-    """The gradients of q, k, v, bias and sinks."""
+    """Compute the gradients of q, k, v, bias and sinks."""
     q, k, v, mask, bias, sinks, out, lost, lse = residuals
     out, dout = out.astype(lse.dtype), dout.astype(lse.dtype)
     if lost is not None:
@@ -119,7 +119,7 @@ _forward_differentiable = jax.custom_jvp(_gradients, nondiff_argnums=(0,))
 
 @_forward_differentiable.defjvp
 def _gradients_jvp(problem: Problem, primals: Any, tangents: Any) -> Any:
-    """Second derivatives, forward over reverse. Reverse over reverse is refused."""
+    """Compute second derivatives, forward over reverse. Reverse over reverse raises."""
     found, tangents = jax.jvp(functools.partial(_gradients, problem), primals, tangents)
     return found, jax.tree.map(_forward_only.bind, tangents)
 
@@ -130,13 +130,13 @@ def _refuse_second(*_: Any) -> Any:
 
 def _refuse_reverse(*_: Any) -> Any:
     raise NotImplementedError(
-        "Second derivatives of attention by jax.grad of jax.grad are not supported: how many tiles run is not known "
-        "while tracing. Use forward over reverse, jax.jvp(jax.grad(f), (x,), (v,)), with kernel='xla'."
+        "Second derivatives of attention by jax.grad of jax.grad are not supported: the number of tiles is not known "
+        "at trace time. Use forward over reverse, jax.jvp(jax.grad(f), (x,), (v,)), with kernel='xla'."
     )
 
 
 def _identity(name: str) -> Primitive:
-    """What does nothing, until JAX is to differentiate it."""
+    """Return an identity primitive, whose differentiation rules are to be set by the caller."""
     same = Primitive(name)
     same.def_impl(lambda x: x)
     same.def_abstract_eval(lambda x: x)
@@ -145,7 +145,7 @@ def _identity(name: str) -> Primitive:
     return same
 
 
-_forward_only = _identity("attention_forward_only")  # JAX asks for a transpose when it is to differentiate in reverse
+_forward_only = _identity("attention_forward_only")  # reverse mode needs its transpose, which raises
 ad.deflinear2(_forward_only, _refuse_reverse)
 _first_only = _identity("attention_first_only")
 ad.primitive_jvps[_first_only] = _refuse_second

@@ -1,7 +1,7 @@
-"""Timeline: a ring's steps in time, from the tiles of every device and step and what is known of the hardware.
+"""Timeline: when the steps of a ring begin and end, from the tiles of every device and step and from hardware figures.
 
-A device begins a step when it has ended the one before; then it sends, and computes. It ends the step when it has
-computed and when its own transfer is done, which needs both neighbours to have begun theirs:
+A device begins a step when it has ended the one before; then it sends and computes. It ends the step when its
+computation and its own transfer are done. A transfer needs both neighbours to have begun the step:
 
     end(d, j) = max(begin(d, j) + work(d, j), max over d-1, d, d+1 of begin(·, j) + transfer(j))
 """
@@ -22,10 +22,11 @@ from striped_attention.strategies.workload import Workload
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Timeline:
-    """One pass of one layer's attention: seconds by device (row) and step (column).
+    """One pass of one layer's attention, in seconds by device (row) and step (column).
 
-    `begin` is when a device begins a step, `work` how long it computes; `transfer` (by step) is what the wire takes,
-    `sent` the bytes on it. The backward pass has a column more: its first and last are halves of a device's own block.
+    `begin` is when a device begins a step, `work` how long it computes. By step, `transfer` is how long the
+    interconnect takes, and `sent` the bytes per device. The backward pass has one more column: its first and last steps
+    are halves of a device's own block.
     """
 
     begin: np.ndarray
@@ -37,9 +38,9 @@ class Timeline:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pass:
-    """A pass over the ring: which blocks (rows of `tiles`, [blocks, devices]) are done step by step, and what is sent.
+    """A pass over the ring: the block (row of `tiles`, [blocks, devices]) computed at each step, and the bytes sent.
 
-    A device computes a block for tiles · per_tile + per_step seconds, and `part` of that if only part of it is done.
+    A device computes a block in tiles · per_tile + per_step seconds, times `part` if only part of it is computed.
     """
 
     tiles: np.ndarray
@@ -49,14 +50,14 @@ class Pass:
     per_step: float
     sent: np.ndarray
     wire: float
-    exposed: float = 0.0  # seconds of transfers that nothing hides
-    latency: float = 0.0  # seconds of a step's messages besides their bytes
+    exposed: float = 0.0  # seconds of transfers that nothing overlaps with
+    latency: float = 0.0  # fixed seconds of a step's messages, on top of bytes / bandwidth
 
     def work(self, tiles: np.ndarray, step: Any) -> np.ndarray:
         return (tiles * self.per_tile + self.per_step) * self.part[step]
 
     def mean_work(self, mean: np.ndarray) -> float:
-        """Seconds that the mean device computes, if it has this many tiles of every block."""
+        """Return the seconds that the mean device computes, given its tiles of every block."""
         return float(self.work(mean[self.block], slice(None)).sum())
 
     @property
@@ -65,11 +66,11 @@ class Pass:
         return self.sent / self.wire + self.latency * (self.sent > 0)
 
     def is_hidden(self, most: np.ndarray) -> bool:
-        """Whether the wire is never slower than the busiest device, which has this many tiles of every block."""
+        """Return whether no transfer takes longer than the busiest device, given its tiles of every block."""
         return bool((self.transfer <= self.work(most[self.block], slice(None))).all())
 
     def begins(self) -> Iterator[np.ndarray]:
-        """When the devices begin each step and, last, when they end; see above."""
+        """Yield when the devices begin each step and, last, when they end, by the formula above."""
         now = np.zeros(self.tiles.shape[1])
         for step, (block, transfer) in enumerate(zip(self.block, self.transfer, strict=True)):
             yield now
@@ -79,7 +80,7 @@ class Pass:
         yield now
 
     def seconds(self) -> float:
-        """How long the pass takes."""
+        """Return how long the pass takes."""
         return float(collections.deque(self.begins(), maxlen=1).pop().max()) + self.exposed
 
     def timeline(self) -> Timeline:
@@ -90,14 +91,14 @@ class Pass:
 
 
 def tile_flops(workload: Workload, tile: tuple[int, int]) -> int:
-    """FLOPs of a tile, forward: of all heads and of all sequences that have no documents of their own."""
+    """Return the forward FLOPs of a tile for all heads, and for all sequences unless each has its own documents."""
     request = workload.request
     area = min(tile[0], request.queries) * min(tile[1], request.queries)
     return 4 * area * request.heads * request.dim * (request.batch // workload.mask.rows)
 
 
 def _trade_seconds(workload: Workload) -> float:
-    """How long a pass trades tokens for heads, and back: two exchanges, over all links at once."""
+    """Return how long a pass exchanges heads for tokens and back: two exchanges, over all links at once."""
     hardware, messages = workload.hardware, workload.messages
     if workload.strategy.heads == 1:
         return 0.0
@@ -107,7 +108,7 @@ def _trade_seconds(workload: Workload) -> float:
 
 
 def passes(workload: Workload, chosen: Choice, tiles: Counts, needed: np.ndarray) -> tuple[Pass, Pass]:
-    """The two passes of a layer's attention, with the kernel that was chosen, over the steps that are needed."""
+    """Return the forward and backward pass of a layer's attention with the chosen kernel, over the needed steps."""
     hardware, rates, messages, strategy = workload.hardware, chosen.rates, workload.messages, workload.strategy
     blocks = np.ascontiguousarray(tiles.T if needed.all() else tiles.T[needed])
     wide = rates.widening(messages.dim)
@@ -122,9 +123,9 @@ def passes(workload: Workload, chosen: Choice, tiles: Counts, needed: np.ndarray
     again = 2 if workload.again else 1
     more = FLOAT32 / messages.width  # gradients of keys and values are float32
     trade = _trade_seconds(workload)
-    # Gathered keys of a step, in bytes that take the ring's interconnect as long. Those of the first group of heads
-    # have nothing to overlap with, and backward the sums of the last. XLA for TPUs overlaps none of it, and makes a sum
-    # an all-reduce, twice the bytes (docs/tpu.md).
+    # Gathered keys of a step, in bytes that would take the ring's interconnect equally long. Those of the first group
+    # of heads have nothing to overlap with, nor, in the backward pass, do the sums of the last. XLA for TPUs overlaps
+    # none of it, and turns a reduce-scatter into an all-reduce with twice the bytes (docs/tpu.md).
     overlaps = hardware.platform != "tpu"
     gathered = 0.0
     if strategy.gather > 1:
@@ -140,13 +141,13 @@ def passes(workload: Workload, chosen: Choice, tiles: Counts, needed: np.ndarray
         forward = make(rates.forward, 1.0, order, [1.0], [behind], trade + wait)
         exposed = again * trade + wait * (1 + sums)
         return forward, make(rates.backward, BACKWARD, order, [1.0], [behind * (1 + more)], exposed)
-    # What hops is gathered next, the first group of its heads in the same step.
+    # Keys that hop are gathered next, the first group of heads in the same step.
     step = max(kv + gathered * share, gathered) if overlaps else kv
     waits = wait if overlaps else wait * (hops + 1)
     forward = make(rates.forward, 1.0, order, [1.0] * len(order), [step] * hops + [0.0], trade + waits)
     halves = [0.5, *[1.0] * hops, 0.5]
     sent = [step * (i < hops) + step * more * (i > 1) for i in range(hops + 2)]
-    # Backward, a double ring's first hop to the next node has nothing to overlap with.
+    # In the backward pass, a double ring's first hop to the next node has nothing to overlap with.
     late = kv / hardware.far_wire if workload.wire != workload.wire_of(workload.plain.devices) else 0.0
     exposed = again * trade + waits * (1 + sums) + late
     return forward, make(rates.backward, BACKWARD, [*order, 0], halves, sent, exposed)

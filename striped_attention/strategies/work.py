@@ -1,8 +1,8 @@
-"""Count: how much work each device has, step by step, before anything runs.
+"""Work: how many tiles each device computes, step by step, counted before anything runs.
 
 The counts come from the functions that the ring and the kernels use themselves, on NumPy, without any device.
-`count_tiles` asks them about every block, `count_tile_rows` about every row of tiles, which is as exact where it says
-so and takes 4,096 devices and 100 million tokens in seconds.
+`count_tiles` goes through every block. `count_tile_rows` goes through every row of tiles: it handles 4,096 devices and
+100 million tokens in seconds, and reports whether its counts are exact.
 """
 
 import dataclasses
@@ -22,9 +22,10 @@ Counts = Int[np.ndarray, "devices steps"]
 
 
 def count_tiles(layout: Layout, mask: Mask, length: int, devices: int, tile: tuple[int, int]) -> Counts:
-    """Tiles (queries × keys) that device d (row) runs at step j (column), on the keys from j places back; per head.
+    """Count the tiles per head that device d (row) computes at step j (column), on the keys from j places back.
 
-    Sequences with documents of their own add up. A step takes as long as its busiest device.
+    `tile` is queries × keys. Sequences with documents of their own are summed. A step takes as long as its busiest
+    device.
     """
     counts = np.zeros((devices, devices), np.int64)
     slots = layout.padded_length(length, devices) // devices
@@ -36,7 +37,7 @@ def count_tiles(layout: Layout, mask: Mask, length: int, devices: int, tile: tup
 
 
 def count_pairs(layout: Layout, mask: Mask, length: int, devices: int) -> Counts:
-    """Visible pairs of a query and a key, counted like `count_tiles`: the least work there is."""
+    """Count visible pairs of a query and a key, by device and step as in `count_tiles`: the least possible work."""
     counts = np.zeros((devices, devices), np.int64)
     for device, step, start, end in _blocks(layout, mask, length, devices):
         counts[device, step] = np.sum(np.maximum(end - start, 0), dtype=np.int64)
@@ -44,7 +45,7 @@ def count_pairs(layout: Layout, mask: Mask, length: int, devices: int) -> Counts
 
 
 def _blocks(layout: Layout, mask: Mask, length: int, devices: int) -> Iterator[tuple[int, int, Any, Any]]:
-    """Device, step, and the ranges `start`, `end` of every block of the ring."""
+    """Yield the device, the step and the ranges `start`, `end` of every block of the ring."""
     mask.check_length(length)
     mask = mask.permute(layout, devices)
     padded = layout.padded_length(length, devices)
@@ -62,22 +63,23 @@ def _blocks(layout: Layout, mask: Mask, length: int, devices: int) -> Iterator[t
 def count_tile_rows(
     layout: Layout, mask: Mask, length: int, devices: int, tile: tuple[int, int]
 ) -> tuple[Counts, bool]:
-    """What `count_tiles` counts, and whether it is exactly that or more; from the rows of tiles alone.
+    """Return the counts of `count_tiles`, and whether they are exact or upper bounds, from rows of tiles alone.
 
-    Queries whose positions follow one another see a range of positions together, and so a range of keys on every
-    device: from the first one's first key to the last one's last. A row of tiles has one such run of queries or two if
-    stripes are as wide as tiles. If they are narrower it has many, and the tiles from the first key of the first to
-    the last key of the last may be too many; not where all see the text from its beginning.
+    A run of queries at consecutive positions sees one range of positions, and so one range of keys on every device:
+    from the first key of its first query to the last key of its last query. If stripes are as wide as tiles, a row of
+    tiles has one or two such runs. If they are narrower, it has many. Then all tiles from the first key of the first
+    query to the last key of the last are counted, which may be too many, unless all queries see the sequence from its
+    beginning.
     """
     mask.check_length(length)
     if mask.placed is not None:
-        raise ValueError("Rows of tiles are counted from a mask in text order. Pass it as it was before mask.permute.")
+        raise ValueError("Tiles must be counted from a mask in sequence order. Pass it as it was before mask.permute.")
     padded = layout.padded_length(length, devices)
     slots = padded // devices
     tile_q, tile_k = (min(side, slots) for side in tile)
     first = np.tile(np.arange(0, slots, tile_q, dtype=np.int32), devices)
     device = np.repeat(np.arange(devices, dtype=np.int32), len(first) // devices)
-    end = np.minimum(first, slots - tile_q) + tile_q  # int32 must not run over
+    end = np.minimum(first, slots - tile_q) + tile_q  # min first: int32 must not overflow
     filled = layout.count_before_all(np.array(length), padded, devices).value(device)  # the slots before padding
     cut = np.minimum(layout.stripe_end(first, padded, devices), end)
     exact = True
@@ -85,7 +87,7 @@ def count_tile_rows(
         exact = mask.window is None and mask.lo is None
         cut = end
     runs = [(first, cut)] if (cut == end).all() else [(first, cut), (cut, end)]
-    # In half the memory where that is enough, which takes half the time with thousands of devices.
+    # int32 where it suffices: half the memory, and half the time with thousands of devices.
     most = mask.rows * -(-slots // tile_q) * -(-slots // tile_k)
     counts = np.zeros((devices, devices), np.int32 if most <= INT32_MAX else np.int64)
     for row in range(mask.rows):
@@ -100,7 +102,7 @@ def count_tile_rows(
 def _seen(
     layout: Layout, mask: Mask, row: int, length: int, devices: int, device: np.ndarray, a: np.ndarray, b: np.ndarray
 ) -> tuple[Stair, Stair]:
-    """Where the keys begin and end, on every device, that queries in the slots [a, b) see together."""
+    """Return where, on every device, the keys begin and end that queries in the slots [a, b) see together."""
     padded = layout.padded_length(length, devices)
     left, right = (layout.position(device, np.clip(x, 0, padded // devices - 1), padded, devices) for x in (a, b - 1))
     lo, hi = _bounds(mask, row, left, length)[0], _bounds(mask, row, right, length)[1]
@@ -109,7 +111,7 @@ def _seen(
 
 
 def _bounds(mask: Mask, row: int, positions: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """`Mask.bounds` of one sequence at some positions."""
+    """Return `Mask.bounds` of one sequence at the given positions."""
 
     def pick(x: Any) -> Any:
         return None if x is None else np.asarray(x)[min(row, x.shape[0] - 1)][None, np.minimum(positions, length - 1)]
@@ -121,10 +123,10 @@ def _bounds(mask: Mask, row: int, positions: np.ndarray, length: int) -> tuple[n
 def _changes(
     seen: list[tuple[Stair, Stair]], device: np.ndarray, devices: int, tile_k: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """By how many tiles a device's steps differ from the step before: where (step · devices + device), and how many.
+    """Return by how many tiles each step differs from the one before, as indices (step · devices + device) and values.
 
-    `seen` are two stairs for every run of a row of tiles, between which its keys lie. Where no stair rises the keys of
-    neighbouring devices are seen alike, at as many steps.
+    `seen` has two stairs for every run of a row of tiles: where its keys begin and end. Between the places where a
+    stair changes, neighbouring devices hold equally many visible tiles.
     """
     rises = [place for stairs in seen for stair in stairs for place in (stair.at, stair.at + 1)]
     cuts = np.stack([np.zeros_like(device), *rises, np.full_like(device, devices)])
@@ -134,7 +136,7 @@ def _changes(
         tiles = _tiles([[stair.value(left) for stair in stairs] for stairs in seen], tile_k)
         some = np.flatnonzero((left < right) & (tiles > 0))
         here, low, high, tiles = device[some], left[some], right[some], tiles[some]
-        # Keys of the devices [low, high) come at the steps (here - high, here - low], the negative ones a turn later.
+        # Keys of the devices [low, high) come at the steps (here - high, here - low]; negative steps wrap around.
         for begin, end in ((here + 1 - high, here + 1 - low), (here + 1 - high + devices, here + 1 - low + devices)):
             begin, end = np.clip(begin, 0, devices), np.clip(end, 0, devices)
             for step, sign in ((begin, 1), (end, -1)):
@@ -144,7 +146,7 @@ def _changes(
 
 
 def _tiles(ranges: list[list[np.ndarray]], tile_k: int) -> np.ndarray:
-    """Tiles from the first key that a run sees to the last one; a run that sees none has no say."""
+    """Count the tiles from the first key that any run sees to the last one; runs that see no key are ignored."""
     first = np.minimum.reduce([np.where(start < end, start, INT32_MAX) for start, end in ranges])
     last = np.maximum.reduce([np.where(start < end, end, 0) for start, end in ranges])
     return np.where(last > 0, -(-last // tile_k) - first // tile_k, 0)

@@ -1,15 +1,17 @@
 """`striped train`: train a causal language model on sequences longer than one device can hold.
 
-config      every option, once: flags, help, defaults and the record kept with a run
-step        one step: loss, gradients, optimiser, over the whole mesh
+config      all options in one place: flags, help, defaults and the record kept with a run
+start       the initial state of a run: fresh weights, an existing model or the run's own checkpoints
+step        one training step on the whole mesh: loss, gradients, optimiser
 checkpoint  save and restore
-storage     Orbax, which does the writing and reading
-folder      what a run's folder holds besides: its record and its tokenizer
-trainer     the loop around it: progress, metrics, signals
-validation  the loss on held-out data while a run goes on
-loss_by_position    the program that takes it, by how much of its document a token sees
-watch       what is shown and kept of every step
-events      the files that TensorBoard reads
-launch      one process or many
-dry_run     what a run would need, without running it
+storage     reading and writing through Orbax
+folder      the other files in a run's folder: its record and its tokenizer
+trainer     a run from its options to its end
+loop        the training loop: batches, metrics, validation, checkpoints, signals
+validation  the loss on held-out data during a run
+loss_by_position    the program that computes this loss, by how many tokens of its document a token can see
+watch       live display and logs of every step
+events      TensorBoard's event files
+launch      start one process or several
+dry_run     estimate what a run needs, without running it
 """

@@ -1,7 +1,7 @@
-"""Arrays: the weights of a source on a mesh, as training has them. No process and no device ever holds a whole copy.
+"""Arrays: load the weights of a source onto a mesh, in the form that training uses.
 
-Of a Hugging Face model every device is given its part of each weight, cut out of the files, one part after the other.
-Checkpoints hold float32, all layers of a weight stacked, and so does training.
+No process or device holds more than its own shards. For a Hugging Face model, each shard is read from the files on its
+own, one shard at a time. Checkpoints and training both use float32 with all layers of a weight stacked.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from striped_attention.training.checkpoint import checksums, first_line, out_of_
 from striped_attention.training.source import Source
 from striped_attention.training.storage import read_arrays
 
-Say = Callable[[int, int], None]  # told how many numbers of how many were read
+Say = Callable[[int, int], None]  # called with the parameters read so far and their total
 
 
 def read_stacked(source: Source, mesh: Mesh, say: Say | None = None) -> Weights:
-    """The weights for training: float32, all layers of one name stacked."""
+    """Return the weights for training: float32, with all layers of each weight stacked."""
     if source.step is not None:
         return _read_checkpoint(source, mesh)
     shapes, specs = source.model.shapes, source.model.specs(mesh.size)
@@ -52,7 +52,7 @@ def read_stacked(source: Source, mesh: Mesh, say: Say | None = None) -> Weights:
 
 
 def check(source: Source) -> None:
-    """Raise if the files do not hold what config.json says, as far as their headers tell; reads no weight."""
+    """Raise if the headers of the files do not match config.json. Reads no weights."""
     if source.step is None:
         Files(source.folder, source.model)
 
@@ -60,12 +60,12 @@ def check(source: Source) -> None:
 def place(
     shape: tuple[int, ...], sharding: NamedSharding, dtype: Any, read: Callable[[tuple[slice, ...], np.ndarray], None]
 ) -> jax.Array:
-    """An array whose parts are read one after the other, for the devices of this process. `read` fills one in."""
+    """Build a sharded array on the devices of this process, one shard at a time. `read` fills in a shard."""
     parts: list[jax.Array] = []
     before, part = None, np.empty(0)
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         assert index is not None
-        if index != before:  # what lies everywhere is read once
+        if index != before:  # a replicated shard is read once
             before, part = index, np.empty(sharding.shard_shape(shape), dtype)
             read(index, part)
         parts.append(jax.device_put(part, device, may_alias=False))
@@ -73,7 +73,7 @@ def place(
 
 
 def _read_checkpoint(source: Source, mesh: Mesh) -> Weights:
-    """A checkpoint's weights as they are in it, and checked."""
+    """Return the weights of a checkpoint, with their checksums verified."""
     place = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))  # noqa: E731
     shapes, specs = source.model.shapes, source.model.specs(mesh.size)
     wanted = {"weights": jax.tree.map(place, shapes, specs, is_leaf=lambda x: isinstance(x, tuple))}
@@ -83,9 +83,11 @@ def _read_checkpoint(source: Source, mesh: Mesh) -> Weights:
     except Exception as error:
         if out_of_memory(error):
             raise
-        raise UsageError(f"{where} cannot be read, it is damaged or foreign: {first_line(error)}.") from error
+        raise UsageError(
+            f"{where} cannot be read; it is damaged or has another format: {first_line(error)}."
+        ) from error
     numbers = {f".weights{name}": number for name, number in checksums(found).items()}
     wrong = [name for name, number in numbers.items() if source.said["checksums"].get(name) != number]
     if wrong:
-        raise UsageError(f"{where} is damaged: {', '.join(wrong)} is not what was saved.")
+        raise UsageError(f"{where} is damaged: the checksum of {', '.join(wrong)} does not match.")
     return found

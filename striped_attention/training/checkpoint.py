@@ -1,9 +1,9 @@
-"""Checkpoint: save a run's state while it goes on, and find it again, whole.
+"""Checkpoint: save the state of a run in the background, and restore it.
 
-A checkpoint is a folder named after its step. Orbax writes it in the background under another name and renames it when
-all of it is on disk, so what carries a number is complete: a process that is killed while saving loses that save only.
-Beside the arrays it holds a small JSON: the model's shape, the place in the data, what the data was, and a checksum of
-every array, so that a disk that has changed a byte is found out.
+A checkpoint is a folder named after its step. Orbax writes it in the background under a temporary name and renames it
+once it is complete on disk. Every folder with a number is therefore complete: a process killed while saving loses only
+that save. Besides the arrays, a checkpoint holds a small JSON file: the model's shape, the position in the data, the
+data's fingerprint, and a checksum of every array, which detects corruption on disk.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ FORMAT = "striped_attention training state 1"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What a checkpoint says besides its arrays. `rows` counts sequences drawn from the data so far.
+    """The metadata of a checkpoint. `rows` counts the sequences taken from the data so far.
 
-    `positions` is the longest sequence that the model's rotary positions are made for, if that is known, and `ids` are
-    its special tokens, like eos_token_id: what the config.json of an export says. Older checkpoints have neither.
+    `positions` is the longest sequence that the model's rotary positions support, if known. `ids` are the model's
+    special tokens, e.g. eos_token_id. Both go into config.json on export; older checkpoints have neither.
     """
 
     step: int
@@ -57,19 +57,18 @@ class Place:
 
 
 class Checkpoints:
-    """The checkpoints of one run in one folder. Leave it as a context: an error gives a save that is under way time."""
+    """The checkpoints of one run, in one folder. As a context manager, it lets a running save finish on an error."""
 
     def __init__(self, folder: pathlib.Path, keep: int) -> None:
         self.folder = folder.absolute()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=self.folder):  # a folder that cannot be written to is told now
+            with tempfile.TemporaryFile(dir=self.folder):  # fail now if the folder is not writable
                 pass
             self._manager = open_steps(self.folder, max_to_keep=keep, enable_async_checkpointing=True)
         except OSError as error:
             raise UsageError(
-                f"--checkpoint-dir {folder} cannot be used: {error.strerror or error}. Choose a folder that can be "
-                f"written to."
+                f"--checkpoint-dir {folder} cannot be used: {error.strerror or error}. Choose a writable folder."
             ) from error
         self.saved: int | None = self._manager.latest_step()
         self._saving: int | None = None
@@ -85,7 +84,7 @@ class Checkpoints:
             self._abandon()
 
     def save(self, state: State, place: Place) -> None:
-        """Start to save; returns as soon as the arrays are copied. Waits for the save before it."""
+        """Start a save, after waiting for the previous one. Returns as soon as the arrays are copied."""
         self.wait()
         self._saving = place.step
         if lack := self._lack(state):
@@ -98,14 +97,15 @@ class Checkpoints:
             raise self._failed(error) from error
 
     def check_room(self, state: State) -> None:
-        """Raise if the disk is too full for a checkpoint. `state` may hold shapes and shardings only."""
+        """Raise if the disk is too full for a checkpoint. `state` may consist of shapes and shardings only."""
         if lack := self._lack(state):
             raise UsageError(
-                f"--checkpoint-dir {self.folder} has no room for a checkpoint: {lack}. Make room or choose another."
+                f"--checkpoint-dir {self.folder} has no room for a checkpoint: {lack}. Make room or choose another "
+                f"folder."
             )
 
     def _lack(self, state: State) -> str | None:
-        """What this process's part of a checkpoint needs and the disk does not have."""
+        """Describe the missing disk space for this process's shards of a checkpoint; None if there is enough."""
         needed = sum(map(_bytes_here, jax.tree.leaves(state)))
         free = shutil.disk_usage(self.folder).free
         if free >= needed:
@@ -113,7 +113,7 @@ class Checkpoints:
         return f"it needs up to {needed / 1e6:,.1f} MB and the disk has {free / 1e6:,.1f} MB left"
 
     def wait(self) -> None:
-        """Return when everything is on disk, or say what was not."""
+        """Wait until the save is complete on disk. Raise UsageError if it failed."""
         if self._saving is None:
             return
         try:
@@ -125,28 +125,28 @@ class Checkpoints:
 
     @property
     def newest(self) -> int | None:
-        """The step of the newest checkpoint that is whole on disk, without waiting for one that is being written."""
+        """The step of the newest checkpoint that is complete on disk. Does not wait for a running save."""
         under_way = self._saving
-        done = under_way is not None and (self.folder / str(under_way)).is_dir()  # Orbax renames it when it is whole
+        done = under_way is not None and (self.folder / str(under_way)).is_dir()  # Orbax renames it once complete
         return under_way if done else self.saved
 
     def _failed(self, error: Exception) -> UsageError:
         step, self._saving = self._saving, None
-        kept = "No checkpoint was finished before" if self.saved is None else f"That of step {self.saved} is whole"
+        kept = "There is no earlier one" if self.saved is None else f"The checkpoint of step {self.saved} is complete"
         return UsageError(
             f"The checkpoint of step {step} could not be written to {self.folder}: {first_line(error)}. {kept}. Make "
-            f"room or choose another --checkpoint-dir, and go on with --resume."
+            f"room or choose another --checkpoint-dir, then continue with --resume."
         )
 
     def place(self, like: Place) -> Place:
-        """What the newest checkpoint says of itself. It must be of the same model and data as `like`, the beginning."""
+        """Return the metadata of the newest checkpoint, which must have the model and data of `like`, a new run."""
         step = self._manager.latest_step()
         if step is None and (self.folder / "run.json").exists():
             return like  # a run that was interrupted before its first checkpoint
         if step is None:
             raise UsageError(
-                f"--resume found no checkpoint in {self.folder}. Is it the right folder? Without --resume a run starts "
-                f"at step 0."
+                f"--resume found no checkpoint in {self.folder}. Check --checkpoint-dir, or leave out --resume to "
+                f"start at step 0."
             )
         try:
             arguments = ocp.args.Composite(place=ocp.args.JsonRestore())
@@ -156,7 +156,7 @@ class Checkpoints:
         if not isinstance(said, dict) or said.get("format") != FORMAT:
             raise UsageError(
                 f"{self.folder / str(step)} was not written by this version of `striped train` (its format is "
-                f"{said.get('format') if isinstance(said, dict) else None!r}, not {FORMAT!r}). It was left as it is."
+                f"{said.get('format') if isinstance(said, dict) else None!r}, not {FORMAT!r}). It was left unchanged."
             )
         self._checksums = said["checksums"]
         place = Place.from_json(said)
@@ -164,12 +164,12 @@ class Checkpoints:
         return place
 
     def clean(self) -> None:
-        """Remove what saves of a killed process have left half-written. Once it is sure that the run is ours."""
+        """Remove unfinished saves of killed processes. Call only once the folder is known to belong to this run."""
         for leftover in self.folder.glob("*.orbax-checkpoint-tmp*"):
-            shutil.rmtree(leftover, ignore_errors=True)  # it hinders nobody
+            shutil.rmtree(leftover, ignore_errors=True)  # a leftover does no harm
 
     def restore(self, step: int, state: State) -> State:
-        """The state of the step that `place` named, laid out like `state`, which holds shapes and shardings only."""
+        """Return the state of the step that `place` found, sharded like `state` (shapes and shardings only)."""
         try:
             found = read_arrays(self.folder / str(step) / "state", state)
         except Exception as error:
@@ -178,23 +178,23 @@ class Checkpoints:
             raise self._unreadable(step, error) from error
         wrong = [name for name, number in checksums(found).items() if self._checksums.get(name) != number]
         if wrong:
-            raise self._unreadable(step, ValueError(f"{', '.join(wrong)} is not what was saved"))
+            raise self._unreadable(step, ValueError(f"the checksum of {', '.join(wrong)} does not match"))
         return found
 
     def _unreadable(self, step: int, error: Exception) -> UsageError:
         others = [other for other in self._manager.all_steps() if other != step]
-        advice = f"Move it away to go on from step {max(others)}." if others else "There is no other one here."
+        advice = f"Move it away to resume from step {max(others)}." if others else "There is no other checkpoint here."
         return UsageError(
-            f"The checkpoint {self.folder / str(step)} cannot be read, it is damaged or foreign: {first_line(error)}. "
-            f"It was left as it is. {advice}"
+            f"The checkpoint {self.folder / str(step)} cannot be read; it is damaged or has another format: "
+            f"{first_line(error)}. It was left unchanged. {advice}"
         )
 
     def steps(self) -> list[int]:
-        """The steps of all whole checkpoints, oldest first."""
+        """The steps of all complete checkpoints, oldest first."""
         return sorted(self._manager.all_steps())
 
     def _abandon(self, seconds: float = 30) -> None:
-        """Give a save that is under way time to finish. What goes wrong with it is not told: another error is."""
+        """Give a running save time to finish. Its errors are dropped: the caller already reports another one."""
 
         def finish() -> None:
             with contextlib.suppress(Exception):
@@ -206,14 +206,14 @@ class Checkpoints:
 
 
 def _bytes_here(x: Any) -> int:
-    """Bytes of an array, or of a described one, on the devices of this process."""
+    """Bytes of an array or ShapeDtypeStruct on the devices of this process."""
     shard = math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     return shard * len(x.sharding.addressable_devices)
 
 
 def checksums(state: Any) -> dict[str, int]:
-    """A number for every array of a state, or of a part of it. It changes when a bit or the order of an array changes,
-    and is the same on every mesh."""
+    """Return a checksum of every array of a state or of a part of it. A checksum depends on every bit and on the order
+    of the elements, but not on the mesh."""
     named, _ = jax.tree_util.tree_flatten_with_path(state)
     numbers = jax.device_get(_checksums([x for _, x in named]))
     return {jax.tree_util.keystr(path): int(n) for (path, _), n in zip(named, numbers, strict=True)}
@@ -231,36 +231,36 @@ def _checksums(arrays: list[jax.Array]) -> list[jax.Array]:
 
 
 def _check_same_run(place: Place, wanted: Place, folder: pathlib.Path) -> None:
-    """Raise unless a run with these options can go on from a checkpoint."""
+    """Raise unless a run with these options can resume from a checkpoint."""
     there = dataclasses.asdict(ModelConfig.from_json(place.model))
     if there != wanted.model:
         other = [f"{k} {there[k]} there, {v} here" for k, v in wanted.model.items() if there[k] != v]
         raise UsageError(
-            f"The checkpoint in {folder} is of another model: {', '.join(other)}. Give it the same options."
+            f"The checkpoint in {folder} is of another model: {', '.join(other)}. Use the options of that run."
         )
     flags = {"corpus": "--data", "seed": "--seed", "length": "--sequence-length", "end": "--end-token"}
     for name, flag in flags.items():
         there, here = getattr(place, name), getattr(wanted, name)
         if there != here:
             raise UsageError(
-                f"The checkpoint in {folder} was trained with another {flag} ({there} there, {here} here). Give the "
-                f"same, or start a new run in another folder."
+                f"The checkpoint in {folder} was trained with another {flag} ({there} there, {here} here). Use the "
+                f"same {flag}, or start a new run in another folder."
             )
 
 
 def write_whole(path: pathlib.Path, text: str) -> None:
-    """Write a file whole or not at all."""
+    """Write a file atomically: it is complete or unchanged."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text)
     temporary.replace(path)
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether devices had no room, which says nothing about what was read."""
+    """Whether the devices ran out of memory, in which case the data that was read may be fine."""
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, for the middle of a line."""
+    """The first line of an error message, for use inside a sentence."""
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0][:300].rstrip(".")

@@ -1,4 +1,4 @@
-"""Config: every option of `striped train`, once: its flags, help, defaults and the record kept with a run."""
+"""Config: all options of `striped train`: flags, help, defaults and the record kept with a run."""
 
 import dataclasses
 import math
@@ -22,9 +22,9 @@ from striped_attention.strategies.strategy import AUTO, Strategy, exchanged, par
 from striped_attention.strategies.workload import adapted
 from striped_attention.training.rope import parse_scaling, scaled
 
-# Options that say the shape of a model from scratch.
+# Options for the shape of a model trained from scratch.
 SHAPE = ("preset", "layers", "dim", "ffn", "heads", "kv_heads", "vocabulary")
-Hidden = Annotated[Any, tyro.conf.Suppress, tyro.conf.Fixed]  # no option: filled in before a run begins
+Hidden = Annotated[Any, tyro.conf.Suppress, tyro.conf.Fixed]  # not a command-line option: set before a run begins
 
 
 Preset = Annotated[
@@ -37,150 +37,153 @@ Preset = Annotated[
 class TrainConfig:
     """Train a causal language model on sequences longer than one device can hold.
 
-    Without options a small model learns Python from the standard library's sources, on whatever devices there are. To
-    see several devices on one CPU: striped train --cpu-devices 8
+    Without options, a small model is trained on the source code of Python's standard library, on all available devices.
+    To try several devices on one CPU: striped train --cpu-devices 8
     """
 
     preset: Preset = None
-    """Shape of a model from scratch. 1b, 3b and 7b are LLaMA's as in the Striped Attention paper; llama3-8b has grouped
-    heads. Default: debug, a small one."""
+    """Shape of a model trained from scratch. 1b, 3b and 7b are the LLaMA shapes of the Striped Attention paper;
+    llama3-8b uses grouped-query attention. Default: debug, a small one."""
     start_from: Path = None
     """Folder of a model to start from: a Hugging Face model (Llama, Mistral, Qwen, Gemma 2 and 3, Phi-3 and 4, OLMo 2),
-    the output of `striped import`, or a run of `striped train`. Its weights, shape, vocabulary and tokenizer are taken;
-    the optimiser is fresh. Default: random weights."""
+    the output of `striped import`, or a run of `striped train`. The run takes over its weights, shape, vocabulary and
+    tokenizer; the optimiser state is fresh. Default: random weights."""
     rope_theta: Number = None
-    """Base of the rotary positions; a larger one suits longer sequences. Of Gemma 3 it is that of the layers without a
-    window. Default: the model's own, 10000 for most presets."""
+    """Base of the rotary position embeddings; a larger one suits longer sequences. For Gemma 3 it applies to the layers
+    without a window. Default: the model's own; 10000 for most presets."""
     rope_scaling: Text = None
-    """Scale rotary positions for longer sequences than the model learned on: linear:4, yarn:8, llama3:8, or none. It
-    replaces any scaling that the model has. The length before scaling is the model's own; yarn:8,original=8192 says
-    another, and models from scratch need it. Default: the model's scaling."""
+    """Scale rotary positions for sequences longer than the model was trained on: linear:4, yarn:8, llama3:8, or none.
+    Replaces any scaling that the model has. The length before scaling is the model's own; yarn:8,original=8192 sets
+    another one. Models from scratch need it for yarn and llama3. Default: the model's scaling."""
     sequence_length: int = 2048
-    """Tokens of one sequence. Any number: what the devices cannot share equally is padded and never seen."""
+    """Tokens per sequence. Any number works: sequences are padded to divide equally over the devices, and padding is
+    masked out."""
     batch: int = 1
-    """Sequences a step, over all devices."""
+    """Sequences per step, over all devices."""
     accumulate: int = 1
-    """Parts of a batch that are worked on one after the other, for larger batches than fit at once. The update is that
+    """Gradient accumulation: split each batch into this many parts, processed one after the other. The update is that
     of the whole batch."""
     mesh: Text = None
-    """Devices per axis, like data=2,sequence=4: sequences of a batch over data, tokens of a sequence over sequence.
-    Default: every device on sequence."""
+    """Devices per mesh axis, like data=2,sequence=4: the sequences of a batch are split over data, the tokens of a
+    sequence over sequence. Default: all devices on sequence."""
     layout: LayoutName = DEFAULT
-    """How tokens are dealt to the devices of the sequence axis. contiguous is Ring Attention, striped is balanced."""
+    """How tokens are distributed over the devices of the sequence axis. contiguous is plain Ring Attention; striped
+    balances the load of causal attention."""
     stripe: Whole = None
-    """Tokens of a stripe. Default: about a tile, 256 on CPUs, 1024 elsewhere; a smaller power of two where a device has
+    """Tokens per stripe. Default: about a tile, 256 on CPUs and 1024 elsewhere; a smaller power of two if a device has
     few tokens; 1 for the kernel cudnn."""
     strategy: str = AUTO
-    """How queries and keys of different devices meet: ring (keys travel), heads (each device takes the whole sequence
-    for its share of the heads), gather (each device gathers all keys), or groups of neighbours and a ring of groups,
-    like heads=2 or heads=2,gather=4; inner=8 makes a double ring. auto: what is planned to be the fastest of those that
-    fit in memory."""
+    """Sequence parallelism: ring (keys and values travel round a ring), heads (all-to-all: each device takes the whole
+    sequence for its share of the heads), gather (each device gathers all keys and values), or groups of neighbouring
+    devices and a ring of groups, like heads=2 or heads=2,gather=4; inner=8 makes a double ring. auto takes the strategy
+    that is planned to be the fastest of those that fit in memory."""
     steps: int = 100
-    """Steps of the whole run, those before a resume included."""
+    """Total steps of the run, including those before a resume."""
     seed: int = 0
-    """For the first weights and the order of the data."""
+    """Seed of the initial weights and the order of the data."""
 
     data: Sources = None
-    """Text in UTF-8, JSON lines, Parquet or Arrow (text and JSON lines also as .gz or .zst), a folder of files of one
-    of these kinds or of the library datasets, what striped tokenize wrote, or tokens as .npy or .bin (raw uint16, or
-    uint32 for a vocabulary beyond 65536). Several sources are mixed: with weights, like a=0.7 b=0.3, or by size.
-    Default: the sources of Python's standard library, as bytes."""
+    """Training data: UTF-8 text, JSON lines, Parquet or Arrow (text and JSON lines also as .gz or .zst); a folder of
+    files of one of these kinds, or saved by the library datasets; the output of `striped tokenize`; or tokens as .npy
+    or .bin (raw uint16, or uint32 for a vocabulary above 65536). Several sources are mixed by weight, like a=0.7 b=0.3,
+    or else by size. Default: the source code of Python's standard library, as bytes."""
     text_column: Text = None
-    """The column of JSON lines, Parquet and Arrow that holds the text. Default: text."""
+    """Column of JSON lines, Parquet and Arrow that holds the text. Default: text."""
     loss_column: Text = None
-    """A column that says which parts of the text count in the loss: [[start, end], …], in characters, end excluded.
-    Default: all of it counts."""
+    """Column with the spans of the text that count in the loss: [[start, end], …], in characters, end excluded.
+    Default: all tokens count."""
     chat_column: Text = None
-    """A column of conversations, [{"role": …, "content": …}, …], instead of text. The chat template beside --tokenizer
-    makes them text, and what the assistant says counts in the loss."""
+    """Column with conversations, [{"role": …, "content": …}, …], instead of text. The chat template beside --tokenizer
+    formats them, and only the assistant's messages count in the loss."""
     data_cache: Path = None
-    """Folder for the tokens of --data, which are made once. Default: striped_attention/tokens in the user's cache
-    folder, $XDG_CACHE_HOME or ~/.cache."""
+    """Folder that caches the tokens of --data, so that it is tokenised only once. Default: striped_attention/tokens in
+    the user's cache folder, $XDG_CACHE_HOME or ~/.cache."""
     tokenizer: Path = None
-    """A Hugging Face tokenizer.json for text; a copy is kept in --checkpoint-dir. Default: that of --start-from, or
-    bytes are tokens."""
+    """A Hugging Face tokenizer.json for text; a copy is kept in --checkpoint-dir. Default: the tokenizer of
+    --start-from, or else one token per byte."""
     end_token: Whole = None
-    """The token that ends a document in .npy and .bin data. Without it all of it counts as one document."""
+    """Token that ends a document in .npy and .bin data. Without it, all of the data is one document."""
 
     validation: Paths = None
-    """Held-out data, one or more sources in the forms that --data takes. Its loss, overall and by position, is taken
-    before the first step, every --validate-every steps and after the last one. Default: no validation."""
+    """Held-out data: one or more sources in the formats of --data. Its loss, overall and by position, is computed
+    before the first step, every --validate-every steps and after the last step. Default: no validation."""
     validate_every: Whole = None
     """Steps between validations. Default: 100."""
     validation_sequences: Whole = None
-    """How many sequences of the held-out data are read, spread evenly over it. Default: 32, or all if there are
-    fewer."""
+    """Sequences per validation, spread evenly over the held-out data. Default: 32, or all if there are fewer."""
 
     checkpoint_dir: Path = None
-    """Folder of the run: checkpoints, its record run.json, metrics.jsonl, TensorBoard's files. Default: none kept."""
+    """Folder of the run: checkpoints, run.json with its options, metrics.jsonl and TensorBoard files. Default: nothing
+    is saved."""
     checkpoint_every: int = 100
-    """Steps between checkpoints. The last step, SIGTERM and Ctrl-C save too."""
+    """Steps between checkpoints. One is also saved after the last step and on SIGTERM or Ctrl-C."""
     keep: int = 2
-    """How many of the newest checkpoints are kept."""
+    """Number of checkpoints to keep: the newest ones."""
     resume: bool = False
-    """Go on from the newest checkpoint in --checkpoint-dir; another mesh or layout is fine."""
+    """Resume from the newest checkpoint in --checkpoint-dir. The mesh and the layout may change."""
 
     learning_rate: float = 3e-4
-    """Largest learning rate, reached after warm-up."""
+    """Peak learning rate, reached after warm-up."""
     schedule: Literal["cosine", "constant"] = "cosine"
-    """What follows warm-up: down to a tenth along a cosine by the last step, or nothing."""
+    """Learning rate after warm-up: cosine decay to a tenth of the peak at the last step, or constant."""
     warmup: Whole = None
-    """Steps over which the learning rate rises. Default: a tenth of the steps, at most 100."""
+    """Steps of learning rate warm-up. Default: a tenth of the steps, at most 100."""
     weight_decay: float = 0.1
-    """AdamW's, on matrices only."""
+    """Weight decay of AdamW, for matrices only."""
     clip: float = 1.0
-    """Largest global norm of a step's gradient; a larger one is scaled down to it."""
+    """Gradient clipping: the largest global norm. Larger gradients are scaled down to it."""
 
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """What the model computes in. Weights, their gradients' sums and the optimiser's state are float32 always."""
+    """Dtype of the model's computation. Weights, gradient sums and optimiser state are always float32."""
     memory: float = 0.9
-    """The part of each device's memory that a run may use. --remat and --chunk follow from it."""
+    """Fraction of each device's memory that the run may use. It determines the defaults of --remat and --chunk."""
     remat: Literal["auto", "none", "qkv", "attention", "full"] = "auto"
-    """What a layer keeps for the backward pass instead of computing it again: none recomputes no matrix product, qkv
-    keeps attention's result and inputs, attention its result, full nothing. auto: as much as fits into --memory."""
+    """What each layer keeps for the backward pass; it recomputes the rest. none keeps every matrix product, qkv keeps
+    attention's output and inputs, attention keeps its output, full keeps nothing. auto keeps as much as fits into
+    --memory."""
     chunk: Whole = None
-    """Tokens that the feed-forward layers and the loss take at a time, on each device. Default: as many as fit into
+    """Tokens per device that the feed-forward layers and the loss process at a time. Default: as many as fit into
     --memory."""
     kernel: str = "auto"
-    """Attention kernel: xla runs everywhere, pallas_tpu on TPUs, cudnn on NVIDIA GPUs for text without documents; auto
-    takes the fastest that can."""
+    """Attention kernel: xla runs everywhere, pallas_tpu on TPUs, hopper on NVIDIA Hopper GPUs, cudnn on NVIDIA GPUs for
+    data without documents. auto takes the fastest usable."""
     tile: Whole = None
-    """Side of the kernel's tiles. Default: what suits the kernel."""
+    """Side length of the kernel's tiles, in tokens. Default: the kernel's own."""
     deterministic: bool = False
-    """Whether a run repeated on the same devices and versions gives the same bits. On GPUs that costs speed: kernels
-    that add up in changing order, cudnn among them, are not used. CPUs and TPUs always do."""
+    """Make runs bitwise reproducible on the same devices and versions. This costs speed on GPUs: kernels that
+    accumulate in no fixed order, such as cudnn, are not used. CPUs and TPUs are always deterministic."""
 
     layers: Whole = None
-    """Instead of the preset's."""
+    """Number of layers, instead of the preset's."""
     dim: Whole = None
-    """Instead of the preset's."""
+    """Width of the model (hidden size), instead of the preset's."""
     ffn: Whole = None
-    """Instead of the preset's."""
+    """Width of the feed-forward layers, instead of the preset's."""
     heads: Whole = None
-    """Instead of the preset's."""
+    """Number of query heads, instead of the preset's."""
     kv_heads: Whole = None
-    """Instead of the preset's."""
+    """Number of key-value heads, instead of the preset's."""
     vocabulary: Whole = None
-    """Instead of the preset's. Bytes need 257."""
+    """Vocabulary size, instead of the preset's. Bytes need 257."""
 
     dry_run: bool = False
-    """Only say what the run would need: parameters, memory by part, FLOPs, bytes on the wire."""
+    """Only print what the run would need: parameters, memory by part, FLOPs, bytes sent."""
     wandb: Text = None
-    """Log to this project of Weights & Biases too (extra: wandb). --resume goes on with the same run there."""
+    """Also log to this Weights & Biases project (needs the extra wandb). --resume continues the same W&B run."""
     profile: Path = None
     """Write a JAX trace of three steps to this folder, for TensorBoard, XProf or Perfetto."""
 
     cpu_devices: Whole = None
-    """Run on this many virtual CPU devices (of each process)."""
+    """Run on this many virtual CPU devices per process."""
     local_processes: Whole = None
-    """Start this many processes on this machine, connected like a cluster; each gets cores of its own."""
+    """Start this many processes on this machine, connected like a cluster; each gets its own CPU cores."""
     coordinator: Text = None
-    """Address host:port of process 0. SLURM, Open MPI, Cloud TPU and (with the package kubernetes) Kubernetes need
-    none of these three."""
+    """Address host:port of process 0. This and the next two options are not needed on SLURM, Open MPI, Cloud TPU and,
+    with the package kubernetes, Kubernetes."""
     num_processes: Whole = None
-    """How many processes there are in all."""
+    """Total number of processes."""
     process_id: Whole = None
-    """Which of them this one is, from 0."""
+    """Index of this process, from 0."""
 
     shape: Hidden = None
     own_tokenizer: Hidden = None
@@ -190,18 +193,20 @@ class TrainConfig:
         at_least = dict.fromkeys(("sequence_length", "batch", "steps", "checkpoint_every", "keep", "chunk", "tile"), 1)
         at_least |= dict.fromkeys(("accumulate", "validate_every", "validation_sequences"), 1)
         check_at_least(self, at_least | dict.fromkeys(("learning_rate", "weight_decay"), 0))
-        assert self.columns  # which raises for columns that do not go together
+        assert self.columns  # raises if the columns exclude each other
         if self.warmup is not None and not 0 <= self.warmup < self.steps:
             raise UsageError(f"--warmup must be at least 0 and less than the {self.steps} steps; got {self.warmup}.")
         if not 0 < self.memory <= 1:
-            raise UsageError(f"--memory must be above 0 and at most 1, a part of a device's memory; got {self.memory}.")
-        if not self.clip > 0:  # NaN is not
-            raise UsageError(f"--clip must be above 0; got {self.clip}. For no clipping choose a large number.")
+            raise UsageError(
+                f"--memory must be above 0 and at most 1, a fraction of a device's memory; got {self.memory}."
+            )
+        if not self.clip > 0:  # NaN is rejected too
+            raise UsageError(f"--clip must be above 0; got {self.clip}. To disable clipping, give a large number.")
         for option in ("validate_every", "validation_sequences"):
             if getattr(self, option) is not None and self.validation is None:
                 raise UsageError(f"--{option.replace('_', '-')} needs --validation, the held-out data.")
         if self.resume and self.checkpoint_dir is None:
-            raise UsageError("--resume needs --checkpoint-dir, the folder of the run to go on with.")
+            raise UsageError("--resume needs --checkpoint-dir, the folder of the run to continue.")
         if self.rope_theta is not None and not 1 < self.rope_theta < math.inf:
             raise UsageError(f"--rope-theta must be a number above 1; got {self.rope_theta}.")
         if self.rope_scaling is not None:
@@ -209,22 +214,22 @@ class TrainConfig:
         for name in SHAPE if self.start_from is not None else ():
             if getattr(self, name) is not None:
                 raise UsageError(
-                    f"--{name.replace('_', '-')} is for models from scratch; with --start-from the model has its own. "
-                    f"Leave one of them out."
+                    f"--{name.replace('_', '-')} is for models from scratch; with --start-from, the model sets it. "
+                    f"Leave out one of the two options."
                 )
 
     @property
     def columns(self) -> Columns:
-        """What of a record is text, and what of it counts in the loss."""
+        """The columns of a record that hold the text, and the parts of it that count in the loss."""
         return Columns(self.text_column, self.loss_column, self.chat_column)
 
     @property
     def model(self) -> ModelConfig:
-        """The preset with what was given instead of it; with --start-from the model that `start.look` has found."""
+        """The preset with the shape options applied; with --start-from, the model found by `start.look`."""
         if self.shape is not None:
             return self.shape
         if self.start_from is not None:
-            raise ValueError("The folder of --start-from was not looked at yet: training.start.look does that.")
+            raise ValueError("The model of --start-from is not known yet: call training.start.look first.")
         names = [field.name for field in dataclasses.fields(ModelConfig) if hasattr(self, field.name)]
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         try:
@@ -234,14 +239,14 @@ class TrainConfig:
         return model if self.rope_scaling is None else scaled(model, self.rope_scaling, None)
 
     def load(self, sources: Named) -> Data:
-        """What --data or --validation names."""
+        """Load the sources of --data or --validation."""
         options = (self.tokenizer_for(sources), self.end_token, self.model.vocabulary, self.columns, self.data_cache)
         return load(sources, *options, self._together)
 
     def check(self, sources: Named) -> None:
-        """Raise for what --data or --validation names if it cannot be loaded, without reading all of it."""
+        """Raise if the sources of --data or --validation cannot be loaded, without reading all of them."""
         if sources is None and self.tokenizer is None and self.own_tokenizer is not None:
-            return  # the model's own tokenizer and text that is always there: neither has to be read
+            return  # the model's own tokenizer and the default data always exist
         tokenizer = self.tokenizer_for(sources)
         if tokenizer is None and not all_raw(sources):
             tokenizer = kept_tokenizer(self.data)
@@ -249,23 +254,23 @@ class TrainConfig:
 
     @property
     def documents(self) -> bool:
-        """Whether it is known where the documents of --data begin or end. Looks at the kinds of files alone."""
+        """Whether the document boundaries of --data are known. Depends only on the kinds of files."""
         return self.end_token is not None or not all_raw(self.data)
 
     @property
     def _together(self) -> tuple[Named, ...]:
-        """All that the options for data are for."""
+        """All sources that the data options apply to."""
         return (self.data,) if self.validation is None else (self.data, self.validation)
 
     def tokenizer_for(self, sources: Named) -> pathlib.Path | None:
-        """The tokenizer for data: the one that was given, else the model's own where the data is text."""
+        """The tokenizer for data: the given one, or else the model's own if the data is text."""
         return self.tokenizer or (None if all_raw(sources) else self.own_tokenizer)
 
     def make_layout(self, devices: int, documents: bool = True, platform: str | None = None) -> Layout:
-        """The layout on that many devices of the sequence axis, for text with documents or without.
+        """The layout for this many devices on the sequence axis, with or without packed documents.
 
-        Without a platform, as in a dry run, no device is touched: stripes are those of GPUs, with --cpu-devices those
-        of CPUs.
+        Without a platform, as in a dry run, no device is touched: stripes are chosen for GPUs, or for CPUs with
+        --cpu-devices.
         """
         if self.stripe is not None or not has_stripes(self.layout):
             return named_layout(self.layout, self.stripe or 1)
@@ -275,14 +280,14 @@ class TrainConfig:
         return choose_stripes(self.kernel, request, slots, devices // request.devices)
 
     def make_strategy(self, devices: int) -> Strategy:
-        """The strategy on that many devices of the sequence axis; `settle` must have chosen one."""
+        """The strategy for this many devices on the sequence axis; `settle` must have replaced "auto" before."""
         try:
             return resolve(parse_strategy(self.strategy), devices, self.model.heads)
         except ValueError as error:
             raise UsageError(f"--strategy {self.strategy}: {error}") from error
 
     def known_masks(self) -> list[tuple[Mask, int]]:
-        """The part of the mask that is known while tracing, all but documents, and how many layers have it."""
+        """The masks known at trace time (everything but documents), each with the number of layers that use it."""
         return [(layer.mask, count) for layer, count in self.model.kinds.items()]
 
     def request(
@@ -295,9 +300,9 @@ class TrainConfig:
         here: bool = True,
         mask: Mask | None = None,
     ) -> Request:
-        """What is asked of an attention kernel, on each of so many devices of the sequence axis.
+        """The request to an attention kernel on each of `devices` devices of the sequence axis.
 
-        It is asked in layers with this one of `known_masks`, by default those that see the most.
+        It is for layers with `mask`, one of `known_masks`; by default the one that sees the most.
         """
         slots = layout.padded_length(self.sequence_length, devices) // devices
         query, key = (
@@ -324,6 +329,6 @@ class TrainConfig:
         return exchanged(adapted(self.make_strategy(devices), plain), plain)
 
     def record(self) -> dict[str, Any]:
-        """All options as JSON can keep them."""
+        """All options as JSON-compatible values."""
         options = {name: value for name, value in vars(self).items() if name not in ("shape", "own_tokenizer")}
         return {k: str(v) if isinstance(v, pathlib.Path) else v for k, v in options.items()}

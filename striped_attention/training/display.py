@@ -1,4 +1,4 @@
-"""Display: how a run is doing, live, in a few lines at the foot of the terminal.
+"""Display: live progress of a run, in a few lines at the bottom of the terminal.
 
     ━━━━━━━━━━━━━━━━━━━━━━╺━━━━━━━━━━━━━━━━━━━━━━━━━━━  4,312 of 10,000 steps · 3:02:10 left
     loss           2.3412 (smoothed 2.3511)    step time   1.92 s
@@ -7,8 +7,8 @@
     checkpoint     step 4,300                  memory      61.2 of 139.1 GB
     validation     2.4102 (step 4,000)
 
-What is not known has no place: CPUs report no memory and no peak, and most runs begin without a checkpoint. The time
-that is left follows from the last steps, saves and validation between them included.
+Unknown values are left out: CPUs report neither memory nor peak FLOP/s, and most runs begin without a checkpoint. The
+time left is estimated from the last steps, including the saves and validations between them.
 """
 
 import collections
@@ -23,28 +23,28 @@ import rich.table
 import rich.text
 
 SMOOTHING = 0.95  # weight of the past in the smoothed loss: about the last 20 steps
-RECENT = 50  # steps that the time left is estimated from
-TWO_COLUMNS = 78  # characters that both columns need; a narrower terminal gets one
-LATE, LATE_BY = 3, 5.0  # a step is late after so many usual steps and so many seconds more
+RECENT = 50  # steps used to estimate the time left
+TWO_COLUMNS = 78  # characters needed for both columns; a narrower terminal gets one column
+LATE, LATE_BY = 3, 5.0  # a step is late after 3 average step times plus 5 s
 
 
 class Display:
-    """What is known of a run, drawn anew several times per second. Only the training loop's thread changes it."""
+    """The state of a run, redrawn several times per second. Only the training loop's thread changes it."""
 
     def __init__(self, first: int, steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.step, self.steps, self._clock = first, steps, clock
-        self.checkpoint: int | None = None  # the step of the last one
-        self.memory_limit: int | None = None  # bytes that JAX may take of a device
-        self.stopping: Callable[[], str | None] = lambda: None  # the signal that asked to stop, if one did
+        self.checkpoint: int | None = None  # step of the newest checkpoint
+        self.memory_limit: int | None = None  # bytes of a device that JAX may use
+        self.stopping: Callable[[], str | None] = lambda: None  # name of the signal that asked to stop, if any
         self._metrics: dict[str, Any] = {}
         self._validation: tuple[int, float] | None = None  # step and loss
         self._sum = self._weight = 0.0
         self._ends: collections.deque[float] = collections.deque(maxlen=RECENT + 1)
         self._begun = clock()
-        self._each: float | None = None  # seconds from the end of a step to that of the next
+        self._each: float | None = None  # average seconds from the end of one step to the end of the next
 
     def update(self, metrics: dict[str, Any]) -> None:
-        """A step is done."""
+        """Record the metrics of a finished step."""
         self._sum = SMOOTHING * self._sum + (1 - SMOOTHING) * metrics["loss"]
         self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
         self._begun = self._clock()
@@ -54,12 +54,12 @@ class Display:
         self.step, self._metrics = metrics["step"], metrics
 
     def validated(self, step: int, loss: float) -> None:
-        """The loss on held-out data after a step is known; the next step begins now."""
+        """Record the validation loss after a step; the next step begins now."""
         self._validation, self._begun = (step, loss), self._clock()
 
     @property
     def left(self) -> float | None:
-        """Seconds until the last step is done; None while nobody knows."""
+        """Estimated seconds until the end of the run; None before the second step."""
         return None if self._each is None else self._each * (self.steps - self.step)
 
     def __rich_console__(self, _: rich.console.Console, options: rich.console.ConsoleOptions) -> Any:
@@ -69,13 +69,13 @@ class Display:
         else:
             yield rich.text.Text(f"waiting for the first step: {duration(self._clock() - self._begun)}")
         if (signal := self.stopping()) is not None:
-            yield rich.text.Text(f"{signal}: stops after this step. A second one ends it at once, without saving.")
+            yield rich.text.Text(f"{signal}: stopping after this step. A second signal exits at once, without saving.")
 
     def _table(self, narrow: bool) -> rich.table.Table:
         left, right = self._learning(), self._machine()
         table = rich.table.Table.grid(padding=(0, 2, 0, 0))
         table.add_column(min_width=13)
-        table.add_column(min_width=0 if narrow else 25)  # so that the right half stays where it is
+        table.add_column(min_width=0 if narrow else 25)  # keeps the right half in place
         if narrow:
             for name, value in (*left, *right):
                 table.add_row(_name(name), value)
@@ -130,12 +130,12 @@ def _name(text: str) -> rich.text.Text:
 
 
 def seconds_text(seconds: float) -> str:
-    """A step's time in three digits."""
+    """Format the time of a step with three significant digits."""
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 100 else duration(seconds)
 
 
 def duration(seconds: float) -> str:
-    """Like 0:07, 4:03:10 or 2 days 3:00:00."""
+    """Format a duration, e.g. 0:07, 4:03:10 or 2 days 3:00:00."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

@@ -1,4 +1,4 @@
-"""Dry run: whether a run fits, before machines are rented. Counts shapes; touches no device."""
+"""Dry run: estimate from shapes whether a run fits in memory, without touching a device."""
 
 from collections.abc import Sequence
 
@@ -11,22 +11,22 @@ from striped_attention.training.settle import assumed
 
 
 def show(config: TrainConfig, mesh: dict[str, int], start: Sequence[str] = ()) -> None:
-    """Print what a step of this run needs, after lines on what it starts from."""
+    """Print what a step of this run needs, after the lines of `start`, which describe the model it starts from."""
     cost = estimate(config, mesh)
     console = rich.console.Console(highlight=False)
     for line in start:
         console.print(line, markup=False, soft_wrap=True)
     axes = " × ".join(f"{size} {name}" for name, size in mesh.items())
     console.print(
-        f"[bold]{cost.parameters:,} parameters[/], {config.batch} × {config.sequence_length:,} tokens a step on "
+        f"[bold]{cost.parameters:,} parameters[/], {config.batch} × {config.sequence_length:,} tokens per step on "
         f"{cost.devices} devices ({axes}), {cost.layout}, strategy {config.strategy}, {config.dtype}"
     )
     if cost.padded_length != config.sequence_length:
-        console.print(f"Padded to {cost.padded_length:,} slots a sequence.")
-    what = {"none": "every matrix product", "qkv": "attention's result and inputs", "attention": "attention's result"}
+        console.print(f"Padded to {cost.padded_length:,} slots per sequence.")
+    what = {"none": "every matrix product", "qkv": "attention's output and inputs", "attention": "attention's output"}
     console.print(
-        f"A layer keeps {what.get(config.remat, 'nothing')} for the backward pass (remat {config.remat}), and its "
-        f"stages take {config.chunk:,} tokens at a time."
+        f"Each layer keeps {what.get(config.remat, 'nothing')} for the backward pass (remat {config.remat}), and its "
+        f"stages process {config.chunk:,} tokens at a time."
     )
     console.print(_memory(cost))
     console.print(_fit(config, cost))
@@ -34,13 +34,13 @@ def show(config: TrainConfig, mesh: dict[str, int], start: Sequence[str] = ()) -
     if cost.replicated:
         console.print(
             f"[yellow]No dimension of {', '.join(cost.replicated)} is a multiple of {cost.devices}: every device holds "
-            f"all of it. A number of devices that divides the model's dim saves that memory."
+            f"a full copy. A number of devices that divides the model's dim avoids this."
         )
-    console.print("An estimate from shapes: nothing was compiled, nothing allocated.")
+    console.print("Estimated from shapes: nothing was compiled or allocated.")
 
 
 def _fit(config: TrainConfig, cost: Cost) -> str:
-    """Whether the step fits, in a sentence, on the hardware that a dry run assumes."""
+    """One sentence on whether the step fits in the memory of the hardware that the dry run assumes."""
     hardware = assumed(config)
     room = int(config.memory * hardware.memory)
     whole = gigabytes(int(hardware.memory))
@@ -49,8 +49,8 @@ def _fit(config: TrainConfig, cost: Cost) -> str:
         return f"It fits: {gigabytes(cost.total_memory)} of {of} (assumed: {hardware.name})."
     less = "" if config.remat == "full" else ", or leave out --remat and --chunk"
     return (
-        f"[red]It does not fit:[/] {gigabytes(cost.total_memory)} are more than {of} (assumed: {hardware.name}). Use "
-        f"more devices, a shorter --sequence-length or more parts of a batch (--accumulate){less}."
+        f"[red]It does not fit:[/] {gigabytes(cost.total_memory)} is more than {of} (assumed: {hardware.name}). Use "
+        f"more devices, a shorter --sequence-length or a larger --accumulate{less}."
     )
 
 
@@ -65,14 +65,14 @@ def _memory(cost: Cost) -> rich.table.Table:
 
 
 def _work(cost: Cost) -> rich.table.Table:
-    table = rich.table.Table("work of a step, per device", "")
+    table = rich.table.Table("work per step and device", "")
     table.columns[1].justify = "right"
     flops = cost.matrix_flops + cost.attention_flops
     table.add_row("useful FLOPs", f"{flops:.3g}")
-    table.add_row("of them attention's, at most (one document)", f"{cost.attention_flops:.3g}")
-    table.add_row("share of attention in the work, recomputation included", f"{cost.attention_share:.0%}")
-    table.add_row("hops of keys and values, each way and layer", str(cost.hops))
-    table.add_row("bytes of a hop", gigabytes(cost.hop_bytes))
+    table.add_row("of which attention, at most (one document)", f"{cost.attention_flops:.3g}")
+    table.add_row("attention's share of the work, with recomputation", f"{cost.attention_share:.0%}")
+    table.add_row("hops of keys and values, per layer and direction", str(cost.hops))
+    table.add_row("bytes per hop", gigabytes(cost.hop_bytes))
     for part, size in cost.wire.items():
         table.add_row(f"sent: {part}", gigabytes(size))
     return table

@@ -1,34 +1,34 @@
-"""Events: the files that TensorBoard reads. Written here, because libraries that write them import PyTorch where it is
-installed, which takes longer than all the rest of a start.
+"""Events: write TensorBoard event files. The usual writers import PyTorch where it is installed, which takes longer
+than the rest of the start-up; so the format is written here.
 
-A file is a row of records, each a length and an event, both followed by a checksum. An event is a protocol buffer
-(tensorflow/core/util/event.proto), a row of fields: its number and kind, then its value.
+A file is a sequence of records, each a length and an event, both followed by a checksum. An event is a protocol buffer
+(tensorflow/core/util/event.proto), a sequence of fields: number and wire type, then value.
 
-    event      1 wall time (double)   2 step   3 file version (text)   5 summary   7 session log
-    summary    1 value: 1 tag (text)  2 number (float)
-    session    1 status: 1 is start, after which later steps of an earlier run no longer count
+    event      1 wall time (double)   2 step   3 file version (string)   5 summary   7 session log
+    summary    1 value: 1 tag (string)  2 simple value (float)
+    session    1 status: 1 is START, which makes TensorBoard discard later steps of an earlier run
 """
 
 import struct
 import time
 from collections.abc import Mapping
 
-VARINT, DOUBLE, BYTES, FLOAT = 0, 1, 2, 5  # kinds of fields
+VARINT, DOUBLE, BYTES, FLOAT = 0, 1, 2, 5  # wire types of fields
 START = 1
 
 
 def first_event() -> bytes:
-    """What a file begins with."""
+    """The first event of a file: its version."""
     return _record(_field(3, b"brain.Event:2"))
 
 
 def start_event(step: int) -> bytes:
-    """From here on steps are counted from `step`."""
+    """An event after which steps continue from `step`; later steps of an earlier run are discarded."""
     return _record(_whole(2, step) + _field(7, _whole(1, START)))
 
 
 def metrics_event(step: int, metrics: Mapping[str, float]) -> bytes:
-    """The numbers of a step."""
+    """The scalars of a step."""
     values = (
         _field(1, _field(1, name.encode()) + _key(2, FLOAT) + struct.pack("<f", x)) for name, x in metrics.items()
     )
@@ -54,7 +54,7 @@ def _key(number: int, kind: int) -> bytes:
 
 
 def _varint(value: int) -> bytes:
-    """Seven bits a byte, the lowest first; the eighth says that more follow."""
+    """Encode as a protobuf varint: seven bits per byte, lowest first; the eighth bit is set if more bytes follow."""
     low = [value >> shift & 127 for shift in range(0, max(value.bit_length(), 1), 7)]
     return bytes([*(byte | 128 for byte in low[:-1]), low[-1]])
 
@@ -69,7 +69,7 @@ _REMAINDERS = tuple(map(_remainder, range(256)))
 
 
 def _checksum(content: bytes) -> int:
-    """CRC-32C, turned and shifted as in all of TensorFlow's records."""
+    """CRC-32C, rotated and offset (masked) as in TensorFlow's record format."""
     crc = 0xFFFFFFFF
     for byte in content:
         crc = _REMAINDERS[(crc ^ byte) & 255] ^ crc >> 8

@@ -1,12 +1,12 @@
-"""Folder: the folder of a run, apart from its checkpoints and metrics.
+"""Folder: the files in a run's folder other than checkpoints and metrics.
 
-run.json                 the options of this run, and of those that it goes on from
+run.json                 the options of this run and of the runs that it resumed
 wandb.json               the run's id on Weights & Biases, with --wandb
-tokenizer.json           a copy of --tokenizer or of --start-from's, with the files that belong to it
-generation_config.json   a copy of --start-from's
+tokenizer.json           a copy of --tokenizer or of the tokenizer of --start-from, with its companion files
+generation_config.json   a copy of the one of --start-from
 
-So `striped generate` and `striped export` need nothing but the folder, and take no file from elsewhere on the word of a
-run.json.
+`striped generate` and `striped export` therefore need only this folder, and never open a file elsewhere just because
+run.json names it.
 """
 
 import dataclasses
@@ -32,41 +32,41 @@ TOKENIZER, METRICS, EVENTS, WANDB = "tokenizer.json", "metrics.jsonl", "tensorbo
 
 
 def check(config: TrainConfig) -> None:
-    """Refuse to write over a run, or to resume none. Writes nothing."""
+    """Raise if the run would overwrite another one, or if there is no folder to resume from. Writes nothing."""
     folder = config.checkpoint_dir
     if folder is None:
         return
     if config.resume and not folder.is_dir():
         why = "is not a folder" if folder.exists() else "does not exist"
-        raise UsageError(f"--resume needs the folder of a run, but --checkpoint-dir {folder} {why}.")
+        raise UsageError(f"--resume needs the folder of an earlier run, but --checkpoint-dir {folder} {why}.")
     if not config.resume and folder.is_dir() and any(folder.iterdir()):
         raise UsageError(
-            f"--checkpoint-dir {folder} is not empty. Add --resume to go on with the run in it, or choose a new folder."
+            f"--checkpoint-dir {folder} is not empty. Add --resume to continue the run in it, or choose a new folder."
         )
-    multihost_utils.sync_global_devices("nobody writes before everybody has looked")
+    multihost_utils.sync_global_devices("no process writes before all have checked the folder")
 
 
 def read_record(folder: pathlib.Path) -> list[Any]:
-    """What run.json says of the runs before this one."""
+    """Return the records of earlier runs from run.json."""
     path = folder / "run.json"
     try:
         runs = json.loads(path.read_text()) if path.exists() else []
         if not isinstance(runs, list) or not all(isinstance(run, dict) for run in runs):
-            raise ValueError("it is no list of runs")
+            raise ValueError("it must be a list of objects")
     except (ValueError, OSError) as error:
-        raise UsageError(f"{path} is damaged ({error}). Move it away and go on with --resume.") from error
+        raise UsageError(f"{path} is damaged ({error}). Move it away and continue with --resume.") from error
     return runs
 
 
 def check_files(folder: pathlib.Path) -> None:
-    """Raise if something else has the place of a file that a run writes, or it may not be written."""
+    """Raise if a path that the run writes to is of the wrong kind or not writable."""
     for name, kind, right in (
         *((name, "a file", pathlib.Path.is_file) for name in ("run.json", METRICS, TOKENIZER, WANDB)),
         (EVENTS, "a folder", pathlib.Path.is_dir),
     ):
         path = folder / name
         if path.exists() and not (right(path) and os.access(path, os.W_OK)):
-            raise UsageError(f"{path} must be {kind} that can be written. Move it away and go on with --resume.")
+            raise UsageError(f"{path} must be {kind} that can be written. Move it away and continue with --resume.")
 
 
 def begin(
@@ -77,8 +77,8 @@ def begin(
     step: int,
     files: Mapping[str, pathlib.Path],
 ) -> None:
-    """Write down a run that begins after `step`. `runs` are those that it goes on from, `files` what else is copied, by
-    name."""
+    """Record a run that begins after `step`. `runs` are the records of earlier runs; `files` maps the names of further
+    files to the paths that they are copied from."""
     run = {
         "from_step": step,
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -101,7 +101,7 @@ def begin(
 
 
 def tokenizer_files(tokenizer: pathlib.Path | None) -> dict[str, pathlib.Path]:
-    """A tokenizer and what belongs to it, by the names that they have in the folder of a run."""
+    """A tokenizer and its companion files, by their names in a run's folder."""
     if tokenizer is None:
         return {}
     beside = filter(pathlib.Path.is_file, map(tokenizer.with_name, BESIDE))

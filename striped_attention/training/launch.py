@@ -1,8 +1,9 @@
-"""Launch: one process or many.
+"""Launch: run one process or several.
 
-A cluster is found by JAX itself (SLURM, Open MPI, Kubernetes, Cloud TPU) or described by --coordinator, --num-processes
-and --process-id. --local-processes starts a small one on this machine and watches it. When a process dies, the others
-stop within a minute: the watching parent ends them, and on a cluster JAX's heartbeats do.
+JAX detects a cluster by itself (SLURM, Open MPI, Kubernetes, Cloud TPU); --coordinator, --num-processes and
+--process-id describe any other. --local-processes starts several processes on this machine and monitors them. When a
+process dies, the others stop within a minute: the parent process kills local ones, and JAX's heartbeats end those of a
+cluster.
 """
 
 import contextlib
@@ -24,13 +25,13 @@ import jax
 
 from striped_attention.errors import UsageError
 
-HEARTBEAT = 30  # seconds without a sign of life after which a process counts as dead
-GRACE = 10  # seconds that a process has to leave by itself after another one died
+HEARTBEAT = 30  # seconds without a heartbeat after which a process counts as dead
+GRACE = 10  # seconds a process has to exit by itself after another one failed
 
 
 @runtime_checkable
 class Processes(Protocol):
-    """The options of a command that runs in one process or many."""
+    """The options of a command that can run in several processes."""
 
     @property
     def cpu_devices(self) -> int | None: ...
@@ -45,7 +46,8 @@ class Processes(Protocol):
 
 
 def connect(config: Processes) -> None:
-    """Make JAX ready: virtual devices if wanted, and the other processes. Before any device is used."""
+    """Set up JAX: virtual CPU devices if requested, and the connection to other processes. Call before any device is
+    used."""
     if config.cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
@@ -62,7 +64,7 @@ def _initialize(**where: Any) -> None:
         jax.distributed.initialize(**where, heartbeat_timeout_seconds=HEARTBEAT)
     except (ValueError, RuntimeError, OSError) as error:
         raise UsageError(
-            f"The processes did not find each other: {str(error).splitlines()[0].rstrip('.')}. Give --coordinator, "
+            f"The processes could not connect: {str(error).splitlines()[0].rstrip('.')}. Give --coordinator, "
             f"--num-processes and --process-id; on Kubernetes JAX finds them if the package kubernetes is installed."
         ) from error
 
@@ -80,22 +82,23 @@ def in_cluster(environment: Any) -> bool:
 
 
 def _on_cloud_tpu() -> bool:
-    """Whether this is a virtual machine with TPU chips, perhaps one of several: there JAX asks Google's server."""
+    """Whether this is a VM with TPU chips, perhaps one of several. There JAX queries Google's metadata server."""
     if "TPU_SKIP_MDS_QUERY" in os.environ or importlib.util.find_spec("libtpu") is None:
         return False
     return any(pathlib.Path("/dev").glob("accel*")) or any(pathlib.Path("/dev/vfio").glob("[0-9]*"))
 
 
 def start_local(config: Any, run: Callable[[Any], int]) -> int:
-    """Run the same command in several processes of this machine; the exit code of the first that failed, or 0."""
+    """Run a command in several processes on this machine. Return the exit code of the first that failed, or 0."""
     with reserved_port() as port:
         return _start_local(config, run, f"127.0.0.1:{port}")
 
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port that nobody else gets meanwhile: a socket holds it, and process 0's coordinator, which shares ports as all
-    of gRPC does, listens beside it. The socket itself does not listen, so every connection is the coordinator's."""
+    """Reserve a free port: a socket with SO_REUSEPORT stays bound to it, so no other program is given it. The
+    coordinator of process 0 can still listen on it, because gRPC sets SO_REUSEPORT too. The socket itself does not
+    listen, so every connection reaches the coordinator."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         held.bind(("127.0.0.1", 0))
@@ -126,7 +129,7 @@ def _start_local(config: Any, run: Callable[[Any], int], address: str) -> int:
 
 
 def _watch(processes: list[Any]) -> int:
-    """Wait for all; when one fails, end the others."""
+    """Wait for all processes; when one fails, stop the others."""
     running = {process.sentinel: process for process in processes}
     while running:
         for sentinel in multiprocessing.connection.wait(list(running)):
@@ -145,7 +148,7 @@ def _end(dead: Any, others: list[Any]) -> None:
         how = f"ended with exit code {dead.exitcode}"
     print(f"striped: {dead.name} {how}; stopping the other {len(others)}.", file=sys.stderr, flush=True)
     deadline = time.monotonic() + GRACE
-    for process in others:  # they wait for the dead one in a collective operation, and would do so forever
+    for process in others:  # they would wait forever for the dead one, in a collective operation
         process.join(max(0, deadline - time.monotonic()) if dead.exitcode > 0 else 0)
         if process.is_alive():
             process.kill()
@@ -153,7 +156,7 @@ def _end(dead: Any, others: list[Any]) -> None:
 
 
 def _child(config: Any, cores: set[int], run: Callable[[Any], int]) -> None:
-    os.setsid()  # Ctrl-C reaches the parent alone, which passes it on as one signal
+    os.setsid()  # Ctrl-C reaches only the parent, which forwards it as one signal
     threading.Thread(target=_follow_parent, daemon=True).start()
     if cores:
         os.sched_setaffinity(0, cores)
@@ -168,7 +171,7 @@ def _follow_parent() -> None:
 
 
 def _share_cores(count: int) -> list[set[int]]:
-    """Cores for each process; none to choose where the system cannot pin or there are too few."""
+    """Divide the cores among the processes. Empty sets if the system cannot pin processes or has too few cores."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     each = len(cores) // count
     return [set(cores[i * each : (i + 1) * each]) for i in range(count)]

@@ -1,4 +1,4 @@
-"""Loop: the steps of a run. It feeds, measures, watches, validates and saves, and stops when it is asked to."""
+"""Loop: the training loop. Feeds batches, logs metrics, validates, saves checkpoints and stops on a signal."""
 
 import concurrent.futures
 import dataclasses
@@ -20,11 +20,11 @@ from striped_attention.training.step import Inputs, Program, State
 from striped_attention.training.validation import EVERY, HeldOut
 from striped_attention.training.watch import Watch
 
-PROFILED = range(2, 5)  # steps of this run, counted from 0: the first ones warm up
+PROFILED = range(2, 5)  # steps of this run, counted from 0; the first two are warm-up
 
 
 class Run:
-    """One run of the loop, compiled."""
+    """The training loop of one run, with its programs compiled."""
 
     def __init__(
         self, program: Program, corpus: data.Data, watch: Watch, place: Place, validation: HeldOut | None
@@ -42,7 +42,7 @@ class Run:
             validation.compile()
 
     def loop(self, state: State, checkpoints: Checkpoints | None, asked: Signals) -> State:
-        """All steps that are left, or fewer if somebody asks to stop."""
+        """Run the remaining steps, or fewer if any process is asked to stop. Return the final state."""
         config, self.checkpoints = self.config, checkpoints
         stop = False
         if self.place.step == 0:
@@ -75,14 +75,14 @@ class Run:
         return state
 
     def _inputs(self, place: int) -> tuple[Inputs, int]:
-        """The batch from a place on, on the mesh, and how many pairs of a query and a key meet in it, in all layers."""
+        """The batch from row `place` on, on the mesh, and its visible query-key pairs, summed over all layers."""
         config, rows = self.config, self.program.rows
         batch = data.read(self.corpus, place, rows, config.sequence_length, config.seed)
         pairs = sum(batch.visible_pairs(layer.window) * count for layer, count in config.model.kinds.items())
         return self.program.place(batch), pairs * config.batch // len(rows)
 
     def _validate(self, step: int, state: State) -> None:
-        """Take the loss on held-out data after a step, if it is time."""
+        """Compute the validation loss after a step if it is due."""
         every = self.config.validate_every or EVERY
         if self.validation is None or (step % every and step < self.config.steps):
             return
@@ -91,29 +91,29 @@ class Run:
         self.watch.validation(step, losses)
 
     def _batch_text(self) -> str:
-        """Where the batch of the step that comes after `place` lies in the data."""
+        """Describe where the next batch, the one at `self.place`, lies in the data."""
         config = self.config
         rows = range(config.batch)
         return data.describe_rows(self.corpus, self.place.rows, rows, config.sequence_length, config.seed)
 
     def _remark(self, step: int, seconds: float, waited: float) -> None:
-        """Say so if a step was slow, and what its batch was."""
+        """Report a slow step and its batch."""
         if (text := self.pace.remark(step, seconds, waited)) is not None:
             self.watch.say(f"{text}. Its batch: {self._batch_text()}.")
 
     def _check(self, step: int, metrics: dict[str, float], batch: Callable[[], str] | None = None) -> None:
-        """Stop before a broken state is saved. `batch` says where a step's batch lies in the data."""
+        """Raise Diverged if a metric is not finite, before a broken state is saved. `batch` describes the batch."""
         broken = [name for name, value in metrics.items() if not math.isfinite(value)]
         if not broken:
             return
         last = "There is no good checkpoint"
         if self.checkpoints is not None:
             self.checkpoints.wait()
-            # Step s starts from the weights of checkpoint s - 1: they may be what is broken.
+            # Step s starts from the weights of checkpoint s - 1, which may be broken already.
             good = [saved for saved in self.checkpoints.steps() if saved < step - 1]
-            last = f"The last good checkpoint is step {good[-1]}'s" if good else last
+            last = f"The last good checkpoint is that of step {good[-1]}" if good else last
             if step - 1 in self.checkpoints.steps():
-                last += f" (move {self.checkpoints.folder / str(step - 1)} away: its weights led here)"
+                last += f" (move {self.checkpoints.folder / str(step - 1)} away: this step started from its weights)"
         what, its_batch = " and ".join(broken).replace("_", " "), "" if batch is None else f" Its batch: {batch()}."
         raise Diverged(
             f"{what} of step {step} is not finite ({metrics[broken[0]]}).{its_batch} {last}. "
@@ -144,16 +144,16 @@ class Run:
     def _finish(self, signal_name: str | None) -> None:
         self._stop_profile()
         if self.config.profile is not None and not self.profiled:
-            self.watch.say(f"No trace was written: it needs {PROFILED.start + 1} steps or more, and there were fewer.")
+            self.watch.say(f"No trace was written: --profile needs at least {PROFILED.start + 1} steps; it got fewer.")
         if self.checkpoints is not None:
             self.checkpoints.wait()
             self._show_checkpoint()
         if self.place.step >= self.config.steps:
             self.watch.say(f"All {self.config.steps} steps are done.")
         elif signal_name is not None:
-            kept = "Nothing is kept without --checkpoint-dir."
+            kept = "Nothing was saved, as there is no --checkpoint-dir."
             if self.checkpoints is not None:
-                kept = f"Saved in {self.checkpoints.folder}; go on with --resume."
+                kept = f"Saved in {self.checkpoints.folder}; continue with --resume."
             self.watch.say(f"{signal_name}: stopped after step {self.place.step}. {kept}")
 
     def _profile(self, done: int) -> None:

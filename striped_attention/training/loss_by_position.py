@@ -1,12 +1,12 @@
-"""Loss by position: the mean loss of held-out tokens, overall and by how much of its own document a token can see.
+"""Loss by position: the mean loss of held-out tokens, overall and by how many tokens of its document a token can see.
 
 A token's context is its position minus the first position that its document mask lets it see; where a document begins
-in the packed sequence does not matter. Contexts fall into ranges that double, up to the sequence length:
+in the packed sequence does not matter. Contexts are grouped into ranges that double, up to the sequence length:
 
     0–255    256–511    512–1023    1024–2047    …
 
-If the loss keeps falling from range to range, the model uses its long context; where it levels off, or rises, it does
-not. Every device adds up the losses of its own slots in float32, range by range; one sum over the mesh gives the total.
+If the loss keeps falling from range to range, the model uses its long context; where it levels off or rises, it does
+not. Each device sums the losses of its own slots per range, in float32; one all-reduce over the mesh gives the totals.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ FIRST = 256  # tokens of the first range
 
 
 def range_starts(length: int) -> list[int]:
-    """The least context of every range, for sequences of `length` tokens."""
+    """The smallest context of every range, for sequences of `length` tokens."""
     starts = [0]
     while max(FIRST, 2 * starts[-1]) < length:
         starts.append(max(FIRST, 2 * starts[-1]))
@@ -35,7 +35,7 @@ def range_starts(length: int) -> list[int]:
 
 
 class Sums(NamedTuple):
-    """Of a batch, by range: losses times loss weights, loss weights, and how many tokens have one above 0."""
+    """Sums over a batch, per range: weighted losses, loss weights, and the number of tokens with a weight above 0."""
 
     losses: Any
     weights: Any
@@ -43,7 +43,7 @@ class Sums(NamedTuple):
 
 
 def loss_sums(program: Program, weights: Any, inputs: Inputs) -> Sums:
-    """The sums of a batch over the whole mesh; to be compiled. Forward only."""
+    """Return the sums of a batch over the whole mesh, by a forward pass. To be compiled by the caller."""
     starts = np.array(range_starts(program.config.sequence_length), np.int32)
     specs = input_specs(inputs)
 
@@ -59,7 +59,7 @@ def loss_sums(program: Program, weights: Any, inputs: Inputs) -> Sums:
         inside = (starts[:, None, None] <= context) & (context < ends)
         add = lambda x: jnp.sum(jnp.where(inside, x, 0), axis=(1, 2), dtype=x.dtype)  # noqa: E731
         counted = (inputs.weights > 0).astype(jnp.int32)
-        # Where there is no target, as in padding, a loss may be anything.
+        # Where there is no target, as in padding, the loss is undefined.
         weighted = jnp.where(inputs.weights > 0, losses * inputs.weights, 0)
         return lax.psum(Sums(add(weighted), add(inputs.weights), add(counted)), AXES.everything)
 
@@ -68,13 +68,13 @@ def loss_sums(program: Program, weights: Any, inputs: Inputs) -> Sums:
 
 
 def input_specs(inputs: Inputs) -> Inputs:
-    """How a batch lies on the mesh."""
+    """How a batch is sharded over the mesh."""
     tokens = AXES.tokens
     return Inputs(tokens, tokens, tokens, jax.tree.map(lambda _: tokens, inputs.mask), PartitionSpec(AXES.everything))
 
 
 def perplexity(loss: float) -> float:
-    """e to the loss; infinite where a float cannot hold it."""
+    """exp(loss); infinity on overflow."""
     try:
         return math.exp(loss)
     except OverflowError:
@@ -93,7 +93,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Losses:
-    """The mean loss of all tokens, and of those in every range that has any."""
+    """The mean loss of all tokens, and per range, without ranges that have no tokens."""
 
     loss: float
     tokens: int
@@ -101,9 +101,9 @@ class Losses:
 
     @classmethod
     def of(cls, sums: Sums, length: int) -> "Losses":
-        """From sums over all batches, on the host. At least one token must have a loss weight."""
+        """Compute the means from sums over all batches, on the host. At least one token must have a weight above 0."""
         losses, weights, tokens = (np.asarray(x) for x in sums)
-        assert tokens.any(), "no token counts"
+        assert tokens.any(), "no token counts in the loss"
         starts = range_starts(length)
         ends = [*starts[1:], length]
         ranges = tuple(
@@ -117,7 +117,7 @@ class Losses:
         return {"loss": self.loss, "tokens": self.tokens, "by_position": by_position}
 
     def tags(self) -> dict[str, float]:
-        """Names and values for TensorBoard and the like."""
+        """Names and values of the scalars for TensorBoard and Weights & Biases."""
         by_position = {f"validation/loss_by_position/{r.first}": r.loss for r in self.ranges}
         return {"validation/loss": self.loss, **by_position}
 

@@ -1,7 +1,7 @@
-"""Memory: what a run may use of its devices, and a program that stays within it.
+"""Memory: how much device memory a run may use, and a program that stays within it.
 
-Estimates choose what a step keeps for its backward pass; the compiler has the last word. A program that needs more than
-there is makes room for the next one that keeps less.
+Estimates choose what a step keeps for its backward pass; the compiler decides. If the compiled program needs more
+memory than allowed, the next choice, which keeps less, is compiled instead.
 """
 
 import dataclasses
@@ -26,22 +26,22 @@ MEGABYTE = 2**20
 
 
 def reserve(share: float) -> None:
-    """Let JAX take so much of a GPU's memory, unless the environment says otherwise. Before any device is used."""
+    """Let JAX use this share of a GPU's memory, unless the environment sets it. Call before any device is used."""
     os.environ.setdefault(FRACTION, f"{share:g}")
 
 
 def available(share: float) -> float:
-    """Bytes of a device that a program may use, `share` of what there is; of all processes the least, for all compile
-    one program."""
+    """Bytes that a program may use per device: `share` of its memory. The minimum over all processes, because all of
+    them compile the same program."""
     device = jax.local_devices()[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    if device.platform == "cpu":  # all share what the machine has
+    if device.platform == "cpu":  # virtual devices share the machine's memory
         machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         mine = share * machine / (jax.local_device_count() * _processes_here())
-    elif limit is None:  # some allocators do not tell
+    elif limit is None:  # some allocators report no limit
         mine = share * hardware_of(device.platform, device.device_kind).memory
     elif device.platform == "gpu":
-        mine = float(limit)  # what `reserve` asked for
+        mine = float(limit)  # the share set by `reserve`
     else:
         mine = share * limit
     if jax.process_count() == 1:
@@ -56,17 +56,17 @@ def _processes_here() -> int:
 
 
 def _of_everybody(number: int) -> np.ndarray:
-    """A number of every process, below 2³¹."""
+    """Gather an integer below 2³¹ from every process."""
     return np.atleast_1d(multihost_utils.process_allgather(np.array(number, np.int32)))
 
 
 def needed(program: Program) -> int | None:
-    """Bytes of a device that the compiled step needs at its peak; None if the compiler says it is too much."""
+    """Peak bytes per device of the compiled step; None if the compiler runs out of memory."""
     return peak(lambda: program.compiled)
 
 
 def peak(compiled: Callable[[], Any]) -> int | None:
-    """The same of any program, which the call compiles."""
+    """The same for any program; `compiled` compiles and returns it."""
     try:
         stats = compiled().memory_analysis()
     except jax.errors.JaxRuntimeError as error:
@@ -78,10 +78,10 @@ def peak(compiled: Callable[[], Any]) -> int | None:
 
 
 def fitting(program: Program, asked: TrainConfig, room: float, say: Callable[[str], None]) -> Program:
-    """The program, compiled, or one that keeps less for the backward pass if it needs more than there is.
+    """Return the compiled program, or one that keeps less for the backward pass if this one needs more than `room`.
 
-    `asked` are the options before --remat and --chunk were settled. If nothing needs less, the program as it is, and a
-    warning.
+    `asked` are the options before --remat and --chunk were settled. If no choice needs less memory, warn and return the
+    last program.
     """
     sizes = {str(axis): size for axis, size in program.mesh.shape.items()}
     while (need := needed(program)) is None or need > room:
@@ -91,8 +91,8 @@ def fitting(program: Program, asked: TrainConfig, room: float, say: Callable[[st
             if need is not None:
                 say(
                     f"Warning: the step needs {gigabytes(need)} of memory per device, more than the "
-                    f"{gigabytes(int(room))} that --memory allows, and nothing that needs less is left. Use more "
-                    f"devices, a shorter --sequence-length or more parts of a batch (--accumulate)."
+                    f"{gigabytes(int(room))} that --memory allows, and no setting that needs less is left. Use more "
+                    f"devices, a shorter --sequence-length or a larger --accumulate."
                 )
             break
         said = "too much" if need is None else f"{gigabytes(need)} of {gigabytes(int(room))}"

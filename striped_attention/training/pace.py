@@ -1,18 +1,18 @@
-"""Pace: which steps are slow, compared with those before them."""
+"""Pace: detect slow steps by comparison with recent ones."""
 
 import collections
 import statistics
 import time
 from collections.abc import Callable
 
-WARM_UP = 2  # steps of this process that count nowhere: they compile, allocate and fill caches
-ENOUGH, RECENT = 10, 50  # the median is that of the last 50 steps, once there are 10
-TIMES, MORE = 3.0, 1.0  # a slow step takes 3 times the median, and a second more
-EVERY = 60.0  # seconds between remarks
+WARM_UP = 2  # first steps of this process, ignored: they compile, allocate and fill caches
+ENOUGH, RECENT = 10, 50  # the median is taken over the last 50 steps, once there are 10
+TIMES, MORE = 3.0, 1.0  # a slow step takes at least 3 times the median and 1 s more than it
+EVERY = 60.0  # seconds between reports
 
 
 class Pace:
-    """Steps one after the other. Of many slow ones few are remarked on."""
+    """Watches the time of each step. Reports at most one slow step per minute."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -21,7 +21,7 @@ class Pace:
         self._last: float | None = None
 
     def remark(self, step: int, seconds: float, waited: float) -> str | None:
-        """What to say of a step that took so many seconds, `waited` of them for its batch; None of most steps."""
+        """Return a message if a step of `seconds` was slow, else None. `waited` seconds of it went to its batch."""
         self._done += 1
         if self._done <= WARM_UP:
             return None
@@ -36,5 +36,5 @@ class Pace:
         others, self._silent, self._last = self._silent, 0, now
         text = f"Slow: step {step} took {seconds:.3g} s, {seconds / median:.1f} times the median of {median:.3g} s"
         if waited > 0.1 * seconds:
-            text += f", and waited {waited:.3g} s of it for its batch"
-        return f"{text} ({others} other slow steps since the last such line)" if others else text
+            text += f", of which it waited {waited:.3g} s for its batch"
+        return f"{text} ({others} other slow steps since the last report)" if others else text

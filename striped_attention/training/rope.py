@@ -1,12 +1,13 @@
-"""Rope: what --rope-scaling says, and how long the sequences may be that rotary positions are made for.
+"""Rope: parse --rope-scaling, and compute the longest sequence that the rotary positions support.
 
-    linear:4                          every frequency is divided by 4
-    llama3:8                          Llama 3.1's: slow ones are divided, fast ones are not
-    yarn:8                            the same with another ramp, and scores are a little larger
-    yarn:factor=8,original=8192       the length that the model first learned on, said in full
+    linear:4                          divide every frequency by 4
+    llama3:8                          Llama 3.1: divide low frequencies by 8, keep high ones, ramp between
+    yarn:8                            YaRN: the same with another ramp, and slightly larger attention scores
+    yarn:factor=8,original=8192       long form, with the original training length
     none                              no scaling
 
-More names: low and high for llama3 (default 1 and 4), beta_slow and beta_fast (1 and 32) and attention_factor for yarn.
+Further settings: low and high for llama3 (default 1 and 4); beta_slow and beta_fast (1 and 32) and attention_factor for
+yarn.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from striped_attention.models.rotary import Stretch
 from striped_attention.options import parse_length
 
 NONE = "none"
-# What each kind may say besides factor and original, as a field of `Stretch`.
+# Settings of each kind besides factor and original, and the fields of `Stretch` that they set.
 NAMES: dict[str, dict[str, str]] = {
     "linear": {},
     "llama3": {"low": "slow", "high": "fast"},
@@ -34,7 +35,7 @@ FORM = "--rope-scaling is written like linear:4, yarn:8, llama3:8,original=8192 
 
 
 def parse_scaling(text: str) -> dict[str, Any] | None:
-    """What --rope-scaling asks for, as fields of a `Stretch`; None takes a scaling away."""
+    """Parse --rope-scaling into the fields of a `Stretch`; None removes any scaling."""
     if text == NONE:
         return None
     kind, _, rest = text.partition(":")
@@ -42,7 +43,7 @@ def parse_scaling(text: str) -> dict[str, Any] | None:
         raise UsageError(f"{FORM}; got {text!r}.")
     said = _named(kind, rest, text)
     if "factor" not in said:
-        raise UsageError(f"--rope-scaling {text} must say a factor, like {kind}:4.")
+        raise UsageError(f"--rope-scaling {text} must include a factor, like {kind}:4.")
     original = _length(said.pop("original"), text) if "original" in said else None
     numbers = {name: _number(name, value, text) for name, value in said.items()}
     factor = numbers.pop("factor")
@@ -58,7 +59,7 @@ def parse_scaling(text: str) -> dict[str, Any] | None:
 
 
 def _named(kind: str, rest: str, text: str) -> dict[str, str]:
-    """The names and values of a scaling; a value alone in the first place is the factor."""
+    """Parse the settings of a scaling by name; a first value without a name is the factor."""
     said: dict[str, str] = {}
     known = ("factor", "original", *NAMES[kind])
     for i, part in enumerate(rest.split(",")):
@@ -91,33 +92,33 @@ def _length(value: str, text: str) -> int:
 
 
 def scaled(model: ModelConfig, text: str, original: int | None) -> ModelConfig:
-    """A model with the scaling that `text` asks for. `original` is the model's length before any scaling, if known."""
+    """Return a model with the scaling given by `text`. `original` is its length before any scaling, if known."""
     asked = parse_scaling(text)
     if asked is None:
         return dataclasses.replace(model, stretch=None)
     if model.fused:
         raise UsageError(
-            f"--rope-scaling {text}: the files of Phi models can say no scaling but their own (longrope), so what is "
-            f"trained could not be exported. Leave it out."
+            f"--rope-scaling {text}: Phi model files support only their own scaling (longrope), so the trained model "
+            f"could not be exported. Leave it out."
         )
     asked["original_length"] = asked["original_length"] or original
     if asked["original_length"] is None and asked["kind"] != "linear":
         raise UsageError(
-            f"--rope-scaling {text} needs the length that the model learned on before any scaling, which is not known "
-            f"here. Say it, like {text},original=8192."
+            f"--rope-scaling {text} needs the sequence length that the model was trained on before any scaling, which "
+            f"is not known here. Add it, like {text},original=8192."
         )
     return dataclasses.replace(model, stretch=Stretch(**asked))
 
 
 def reach(stretch: Stretch | None) -> int | None:
-    """The longest sequence that a scaling is made for; None if that is not known."""
+    """The longest sequence that a scaling supports; None if unknown."""
     if stretch is None or stretch.original_length is None:
         return None
     return round(stretch.factor * stretch.original_length)
 
 
 def describe(model: ModelConfig, length: int) -> str:
-    """A model's rotary positions, in words, and what they are for sequences of `length` tokens."""
+    """Describe a model's rotary positions, as used for sequences of `length` tokens."""
     text, stretch = f"rope theta {model.rope_theta:,.10g}", model.stretch
     if model.local_theta is not None:
         text += f" ({model.local_theta:,.10g} in layers with a window)"

@@ -1,4 +1,4 @@
-"""Settle: what `--strategy auto`, `--remat auto` and no `--chunk` stand for, by the planner's estimates."""
+"""Settle: resolve `--strategy auto`, `--remat auto` and the default of `--chunk` from the planner's estimates."""
 
 import dataclasses
 import logging
@@ -17,7 +17,7 @@ from striped_attention.training.config import TrainConfig
 
 
 def assumed(config: TrainConfig, platform: str | None = None, kind: str = "") -> Hardware:
-    """The hardware that is planned for."""
+    """The hardware to plan for: by default GPUs, or CPUs with --cpu-devices."""
     return hardware_of(platform or ("gpu" if config.cpu_devices is None else "cpu"), kind)
 
 
@@ -29,12 +29,12 @@ def settle(
     kind: str = "",
     available: float | None = None,
 ) -> TrainConfig:
-    """The same run with the fastest strategy, and what it keeps for the backward pass, that are planned to fit.
+    """Return the run with the fastest strategy, `remat` and `chunk` that are planned to fit in memory.
 
-    Without a platform, as in a dry run, it is planned for GPUs, or with --cpu-devices for CPUs. `available` are the
-    bytes of a device that a step may use; by default --memory of what such a device has. If nothing fits, it is what
-    needs least. Of packed documents, which differ from step to step, lengths as `striped plan` draws them are taken.
-    What `--strategy auto` took, and the seconds of all others, is logged at level INFO.
+    Without a platform, as in a dry run, the plan is for GPUs, or for CPUs with --cpu-devices. `available` is the number
+    of bytes per device that a step may use; by default the share --memory of such a device. If nothing fits, the choice
+    that needs least memory is taken. Packed documents differ from step to step, so their lengths are sampled as in
+    `striped plan`. The choice of `--strategy auto` and the planned seconds of all strategies are logged at level INFO.
     """
     return settled(config, sizes, documents, platform, kind, available)[0]
 
@@ -47,7 +47,7 @@ def settled(
     kind: str = "",
     available: float | None = None,
 ) -> tuple[TrainConfig, list[str]]:
-    """What `settle` says, and lines for the person who watches: why `--strategy auto` took what it took."""
+    """Like `settle`, with lines for the user that explain the choice of `--strategy auto`."""
     hardware = assumed(config, platform, kind)
     available = config.memory * hardware.memory if available is None else available
     if config.strategy != AUTO:
@@ -64,7 +64,8 @@ def settled(
     )
 
     def tried(strategy: object) -> tuple[TrainConfig, Choice, float]:
-        """A run, what it would be if all layers had the first mask, and the seconds of a step with every layer's."""
+        """The run with this strategy, its plan as if all layers had the first mask, and the seconds per step with each
+        layer's own mask."""
         run = budget.within(dataclasses.replace(config, strategy=str(strategy)), sizes, available)
         layout = run.make_layout(devices, documents, platform)
         planned = dataclasses.replace(plain, layout=layout, strategy=run.make_strategy(devices))
@@ -76,10 +77,10 @@ def settled(
     for strategy in candidates(devices, model.heads, hardware.group):
         try:
             able.append(tried(strategy))
-        except ValueError as error:  # the kernel that was asked for cannot do it
+        except ValueError as error:  # the requested kernel does not support it
             reasons.append(f"{strategy}: {error}")
     if not able:
-        raise UsageError(f"--strategy auto: no strategy can be taken. {' '.join(reasons)}")
+        raise UsageError(f"--strategy auto: no strategy is possible. {' '.join(reasons)}")
     memory = lambda one: estimate(one[0], sizes).total_memory  # noqa: E731
     run, best, _ = fastest_that_fits(able, lambda one: one[2], memory, available)
     found = [
@@ -88,7 +89,7 @@ def settled(
     ]
     seconds = ", ".join(f"{one.strategy} {one.spent}" for one in found)
     logging.getLogger("striped_attention").info(
-        "strategy='auto' takes %s: steps are planned to take %s", best.strategy, seconds
+        "strategy='auto' takes %s; planned time per step: %s", best.strategy, seconds
     )
     lines = [why(best.strategy, found, f"{devices} × {hardware.name}")] if devices > 1 else []
     return dataclasses.replace(run, strategy=str(best.strategy)), lines
@@ -96,7 +97,7 @@ def settled(
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A strategy, the seconds that a step with it is planned to take, and whether it is planned to fit in memory."""
+    """A strategy, its planned seconds per step, and whether it is planned to fit in memory."""
 
     strategy: Strategy
     seconds: float
@@ -108,14 +109,14 @@ class Planned:
 
 
 def why(taken: Strategy, found: Sequence[Planned], devices: str) -> str:
-    """A line on what was taken, and on the fastest of the others: of those that fit in memory, if any do."""
+    """One line on the chosen strategy and the next best: the fastest other one, those that fit in memory first."""
     first = next(one for one in found if one.strategy == taken)
     others = sorted((one for one in found if one.strategy != taken), key=lambda one: (not one.fits, one.seconds))
     text = f"--strategy auto takes {first.strategy}: {first.spent} per step, planned for {devices}"
     if not others:
-        return f"{text}. Nothing else was compared."
+        return f"{text}. No other strategy was possible."
     best = others[0]
-    text = f"{text}. Next is {best.strategy} with {best.spent}"
+    text = f"{text}. Next best: {best.strategy} with {best.spent}"
     if first.fits and best.fits and best.seconds < first.seconds:
-        text = f"{text}, at most {CLOSE:.0%} faster and less simple"
+        text = f"{text}, at most {CLOSE:.0%} faster but less simple"
     return f"{text}."

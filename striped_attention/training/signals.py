@@ -1,4 +1,4 @@
-"""Signals: SIGTERM and Ctrl-C end a run in order."""
+"""Signals: stop a run cleanly on SIGTERM or Ctrl-C."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Signals:
-    """Turns the first SIGTERM or Ctrl-C into a wish to stop after the step; the second one ends the process at once."""
+    """Turns the first SIGTERM or Ctrl-C into a request to stop after the current step; a second one exits at once."""
 
     def __init__(self) -> None:
         self.name: str | None = None

@@ -1,10 +1,10 @@
-"""Source: a folder with a model in it, read for training, generation and evaluation alike. Three kinds of folders:
+"""Source: a folder that holds a model, for training, generation and evaluation. Three kinds of folders are supported:
 
-    a run of `striped train`      its newest checkpoint
-    what `striped import` wrote   a checkpoint too, without an optimiser
-    a Hugging Face model          config.json and safetensors
+    a run of `striped train`         its newest checkpoint
+    the output of `striped import`   a checkpoint without an optimiser
+    a Hugging Face model             config.json and safetensors
 
-Finding a model reads JSON alone. Its weights come onto a mesh later, as `arrays` reads them.
+Finding a model reads only JSON. `arrays` loads its weights onto a mesh later.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ WEIGHTS = "striped_attention weights 1"  # a checkpoint without an optimiser
 
 
 class NoTokenizer(UsageError):
-    """A model comes without one."""
+    """The model's folder has no tokenizer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A model that was found but not yet read. `step` is None for a Hugging Face model; `said` is its config.json, or
-    what the checkpoint says besides its arrays."""
+    """A model whose weights are not read yet. `step` is None for a Hugging Face model. `said` is its config.json or
+    the metadata of the checkpoint."""
 
     folder: pathlib.Path
     model: ModelConfig
@@ -43,66 +43,66 @@ class Source:
     said: dict[str, Any]
 
     def file(self, name: str | pathlib.Path) -> pathlib.Path | None:
-        """A file of the folder or of one inside it, None if it is not there.
+        """Return the path of a file in the folder or below it; None if it does not exist.
 
-        Checkpoints come from strangers too, and a link in one must not make `striped export` publish a file of this
-        machine. Downloads of Hugging Face models are links into a cache: those are followed.
+        A checkpoint may come from an untrusted source: a link in it must not make `striped export` publish a file of
+        this machine. Downloaded Hugging Face models consist of links into a cache, so links are followed there.
         """
         path = self.folder / name
         if self._leads_out(path):
             raise UsageError(
                 f"The files of a run must lie in its folder, but {path} is a link to {path.resolve()}. If you trust "
-                f"that file, put a copy in place of the link, or give it with --tokenizer."
+                f"that file, replace the link with a copy, or give the file with --tokenizer."
             )
         return path if path.is_file() else None
 
     def _leads_out(self, path: pathlib.Path) -> bool:
-        """Whether a file of a run is a link to a place outside its folder."""
+        """Whether a file of a checkpoint is a link that leads out of the folder."""
         return self.step is not None and not path.resolve().is_relative_to(self.folder.resolve())
 
     @property
     def length(self) -> int:
-        """Of the longest sequences that the model is for."""
+        """The sequence length that the model is for."""
         if self.step is None:
             return self._number("max_position_embeddings")
         return max(self._number("length"), self.said.get("positions") or 0)
 
     @property
     def positions(self) -> int:
-        """The longest sequence that the model's rotary positions are made for, as far as its folder says."""
+        """The longest sequence that the model's rotary positions support, according to its folder."""
         return max(self.length, rope.reach(self.model.stretch) or 0)
 
     def _number(self, name: str) -> int:
         if not isinstance(self.said.get(name), int):
             raise UsageError(
-                f"{self.folder} must say how long the model's sequences are, as {name}; got {self.said.get(name)!r}."
+                f"{self.folder} must give the model's sequence length as {name}; got {self.said.get(name)!r}."
             )
         return self.said[name]
 
     @property
     def ids(self) -> dict[str, Any]:
-        """The special tokens that the model names: bos_token_id, eos_token_id, pad_token_id."""
-        said = self.said | self.said.get("ids", {})  # where runs of `striped train` have them
+        """The model's special tokens: bos_token_id, eos_token_id, pad_token_id."""
+        said = self.said | self.said.get("ids", {})  # checkpoints keep them in "ids"
         return {name: said[name] for name in IDS if said.get(name) is not None}
 
     @functools.cached_property
     def generation(self) -> dict[str, Any]:
-        """What generation_config.json says; nothing if there is none."""
+        """The content of generation_config.json; empty if there is none."""
         path = self.file(GENERATION)
         return {} if path is None else read_json(path)
 
     @property
     def stop(self) -> list[int]:
-        """The tokens that end a text, as far as the folder says."""
+        """The stop tokens (eos_token_id) given in the folder; empty if none are given."""
         ids = (self.ids | self.generation).get("eos_token_id")
         ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
         if not all(type(i) is int for i in ids):
-            raise UsageError(f"{self.folder} must give whole numbers as eos_token_id; got {ids}.")
+            raise UsageError(f"{self.folder} must give integers as eos_token_id; got {ids}.")
         return ids
 
     @property
     def tokenizer(self) -> pathlib.Path | None:
-        """Where the model's tokenizer is; None if its tokens are bytes. Raises NoTokenizer if that is not known."""
+        """The path of the model's tokenizer; None if its tokens are bytes. Raises NoTokenizer if neither is known."""
         path = self.file(TOKENIZER)
         if path is not None:
             return path
@@ -113,18 +113,19 @@ class Source:
         if used is not None:
             raise UsageError(
                 f"The tokenizer of a run must lie in its folder, and {self.folder} has no {TOKENIZER}. Its run.json "
-                f"says that it was trained with {used}: if you trust that, give it with --tokenizer."
+                f"names {used}: if you trust that file, give it with --tokenizer."
             )
         return None
 
     def check_tokenizer(self, path: pathlib.Path) -> None:
-        """Raise for a tokenizer that is not this model's: one with too many tokens, or with others than its own."""
+        """Raise if a tokenizer does not fit this model: it has too many tokens, or a vocabulary unlike the model's own
+        tokenizer."""
         given = open_tokenizer(path)
         needed, room = tokens_of(given), self.model.vocabulary
         if needed > room:
             raise UsageError(
                 f"{path} needs a vocabulary of {needed}, but that of the model in {self.folder} is {room}: they do not "
-                f"belong together. Give the model's own with --tokenizer."
+                f"belong together. Give the model's own tokenizer with --tokenizer."
             )
         own = self.folder / TOKENIZER
         if self._leads_out(own) or not own.is_file() or own.samefile(path):
@@ -137,24 +138,24 @@ class Source:
 
     @property
     def _options(self) -> dict[str, Any] | None:
-        """The options of the run of `striped train` that made a checkpoint."""
+        """The options of the run of `striped train` that wrote the checkpoint."""
         path = self.folder / "run.json"
         if not path.is_file():
             return None
         try:
             options = json.loads(path.read_text())[-1]["options"]
             if not isinstance(options, dict):
-                raise TypeError("its options are no object")
+                raise TypeError("its options must be an object")
             return options
         except (ValueError, LookupError, TypeError) as error:
             raise UsageError(f"{path} is damaged ({error}). Give the tokenizer with --tokenizer.") from error
 
 
 def find(folder: pathlib.Path, flag: str = "--model") -> Source:
-    """The model that a folder holds. Raises UsageError, which names the option `flag`, if it holds none."""
+    """Find the model in a folder. Raises UsageError, naming the option `flag`, if there is none."""
     if not folder.is_dir():
         raise UsageError(
-            f"{flag} {folder} is not a folder. Give that of a run of `striped train` or of a Hugging Face model."
+            f"{flag} {folder} is not a folder. Give the folder of a `striped train` run or a Hugging Face model."
         )
     if (folder / "config.json").is_file():
         return Source(folder, read_config(folder), None, read_json(folder / "config.json"))
@@ -167,7 +168,8 @@ def find(folder: pathlib.Path, flag: str = "--model") -> Source:
 
 
 def _find_checkpoint(folder: pathlib.Path) -> Source:
-    """The newest checkpoint. Its JSON is read without Orbax, which would start JAX's devices: a dry run has none."""
+    """Find the newest checkpoint. Its JSON is read without Orbax, which would initialise JAX's devices: a dry run must
+    not touch any."""
     newest = max((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
     step = int(newest.name)
     try:
@@ -182,4 +184,4 @@ def _find_checkpoint(folder: pathlib.Path) -> Source:
     try:
         return Source(folder, ModelConfig.from_json(said["model"]), step, said)
     except (LookupError, TypeError, ValueError) as error:
-        raise UsageError(f"{newest} holds a model that this version does not know: {error}.") from error
+        raise UsageError(f"{newest} holds a model that this version does not support: {error}.") from error

@@ -1,9 +1,9 @@
-"""Start: what a run begins with. Fresh weights, a model that was trained before, or the run's own checkpoints.
+"""Start: the initial state of a run: fresh weights, an existing model, or the run's own checkpoints.
 
-Of a model (`--start-from`) the weights, the shape, the vocabulary and the tokenizer are taken. What `striped generate`
-and `striped export` need of its folder later is kept in the run's: the ids of special tokens in every checkpoint, and
-copies of the tokenizer and of generation_config.json. So a run that goes on no longer needs the folder that it started
-from; only one that was interrupted before its first checkpoint starts from it again.
+`--start-from` provides the weights, shape, vocabulary and tokenizer. Everything that `striped generate` and `striped
+export` need later is copied into the run: the special token ids into every checkpoint, the tokenizer and
+generation_config.json into its folder. A resumed run therefore no longer needs the folder it started from, unless it
+was interrupted before its first checkpoint.
 """
 
 import dataclasses
@@ -20,15 +20,15 @@ from striped_attention.training.config import TrainConfig
 from striped_attention.training.folder import TOKENIZER, read_record
 from striped_attention.training.source import NoTokenizer, Source, find
 
-RECORDED = ("start_from", "rope_theta", "rope_scaling")  # options that a run goes on with, given again or not
+RECORDED = ("start_from", "rope_theta", "rope_scaling")  # options that a resumed run keeps, given again or not
 
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a run begins. `config` knows the model now; `source` is None if no weights are read from elsewhere.
+    """The start of a run. `config` includes the model; `source` is None unless weights are read from another folder.
 
-    `positions` is the longest sequence that the model's rotary positions are made for, as far as that is known, `ids`
-    are the special tokens that the model names, and `files` what is to be copied into the run's folder, by name.
+    `positions` is the longest sequence that the model's rotary positions support, if known. `ids` are the model's
+    special tokens. `files` are the files to copy into the run's folder, by name.
     """
 
     config: TrainConfig
@@ -39,7 +39,7 @@ class Start:
 
     @property
     def lines(self) -> list[str]:
-        """What a person should know of the start before the run begins."""
+        """Lines for the user on the model and its positions, printed before the run begins."""
         config, said = self.config, []
         if self.source is not None:
             step = "" if self.source.step is None else f", step {self.source.step}"
@@ -49,19 +49,19 @@ class Start:
         if self._too_long:
             said.append(
                 f"Warning: --sequence-length {config.sequence_length} is longer than the {self.positions} positions "
-                f"that the model is made for. Scale them with --rope-scaling, or take a larger --rope-theta."
+                f"that the model supports. Scale them with --rope-scaling, or use a larger --rope-theta."
             )
         return said
 
     @property
     def _too_long(self) -> bool:
-        """Whether sequences are longer than the positions, and no larger theta was asked for to make up for it."""
+        """Whether sequences exceed the model's positions and no larger theta makes up for it."""
         raised = self.source is not None and self.config.model.rope_theta > self.source.model.rope_theta
         return self.positions is not None and self.config.sequence_length > self.positions and not raised
 
 
 def look(config: TrainConfig) -> Start:
-    """Find what a run begins with. Reads no weight and writes nothing; raises UsageError for what cannot be."""
+    """Find what a run starts from. Reads no weights and writes nothing. Raises UsageError if the start is invalid."""
     run = _last_run(config)
     if run is not None:
         config = _with_recorded(config, run)
@@ -73,9 +73,9 @@ def look(config: TrainConfig) -> Start:
 
 
 def _last_run(config: TrainConfig) -> dict[str, Any] | None:
-    """What run.json says of the run that is to go on."""
+    """Return the last record in run.json, of the run to resume; None if there is none."""
     if not config.resume or config.checkpoint_dir is None or not config.checkpoint_dir.is_dir():
-        return None  # refused later, if it is wrong
+        return None  # `folder.check` raises later if needed
     runs = read_record(config.checkpoint_dir)
     return runs[-1] if runs else None
 
@@ -85,7 +85,7 @@ def _has_checkpoint(folder: pathlib.Path | None) -> bool:
 
 
 def _with_recorded(config: TrainConfig, run: dict[str, Any]) -> TrainConfig:
-    """The options with those of the run's start, which need not be given again. Other ones are refused."""
+    """Add the recorded start options, which need not be given again. Raises if different ones are given."""
     options = run.get("options", {})
     there = {name: options.get(name) for name in RECORDED}
     if there["start_from"] is None and config.start_from is None:
@@ -98,27 +98,27 @@ def _with_recorded(config: TrainConfig, run: dict[str, Any]) -> TrainConfig:
             flag = f"--{name.replace('_', '-')}"
             how = f"without {flag}" if before is None else f"with {flag} {before}"
             raise UsageError(
-                f"The run in {config.checkpoint_dir} was started {how}; got {asked}. Leave {flag} out to go on with "
+                f"The run in {config.checkpoint_dir} was started {how}; got {asked}. Leave {flag} out to continue "
                 f"it, or start a new run in another folder."
             )
     return dataclasses.replace(config, **there)
 
 
 def _same(asked: Any, before: Any) -> bool:
-    """Whether an option is what it was; a folder may be written in another way."""
+    """Whether an option is unchanged. Paths are equal if they lead to the same folder."""
     if isinstance(asked, pathlib.Path) and isinstance(before, pathlib.Path):
         return asked.resolve() == before.resolve()
     return bool(asked == before)
 
 
 def _going_on(config: TrainConfig, run: dict[str, Any]) -> Start:
-    """A run that has checkpoints, of the model that its record names; they say the ids and positions."""
+    """Resume a run that has checkpoints. Its record gives the model; the checkpoints give ids and positions."""
     folder = config.checkpoint_dir
     assert folder is not None
     try:
         model = ModelConfig.from_json(run["model"])
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise UsageError(f"{folder / 'run.json'} holds a model that this version does not know: {error}.") from error
+        raise UsageError(f"{folder / 'run.json'} holds a model that this version does not support: {error}.") from error
     own = folder / TOKENIZER
     return Start(dataclasses.replace(config, shape=model, own_tokenizer=own if own.is_file() else None))
 
@@ -142,7 +142,8 @@ def _starting(config: TrainConfig, source: Source) -> Start:
 
 
 def _stretched(config: TrainConfig, source: Source) -> tuple[ModelConfig, int | None]:
-    """The source's model with the rope options, and the longest sequence that its positions are then made for."""
+    """Apply the rope options to the source's model. Also return the longest sequence that its positions then
+    support."""
     model, before = source.model, source.model.stretch
     positions: int | None = source.positions
     if config.rope_theta is not None:
@@ -152,14 +153,14 @@ def _stretched(config: TrainConfig, source: Source) -> tuple[ModelConfig, int | 
         model = rope.scaled(model, config.rope_scaling, original)
         positions = original if model.stretch is None else rope.reach(model.stretch)
         if positions is None and before is not None:
-            # Files give the length before or after a linear scaling; with either the model is made for this or more.
+            # Files give the length before or after a linear scaling. In both cases the model supports at least this.
             more = 1.0 if model.stretch is None else model.stretch.factor / before.factor
             positions = round(source.length * max(1.0, more))
     return model, positions
 
 
 def _own_tokenizer(config: TrainConfig, source: Source) -> pathlib.Path | None:
-    """The source's tokenizer, if there is one. Raises if there is none and text has to be turned into tokens."""
+    """Return the source's tokenizer, if there is one. Raises if there is none and the data is text."""
     if config.tokenizer is not None:
         return None
     try:
@@ -168,8 +169,8 @@ def _own_tokenizer(config: TrainConfig, source: Source) -> pathlib.Path | None:
         given: list[Named] = [config.data] if config.validation is None else [config.data, config.validation]
         if any(map(need_tokenizer, given)):
             raise UsageError(
-                f"--start-from {source.folder} has no {TOKENIZER}, so its tokens for text are not known. Give it with "
-                f"--tokenizer, or data as tokens."
+                f"--start-from {source.folder} has no {TOKENIZER}, so text cannot be tokenised. Give its tokenizer "
+                f"with --tokenizer, or give tokenised data."
             ) from error
         return None
     if own is not None and not config.dry_run:

@@ -1,7 +1,7 @@
 """Step: one training step over the whole mesh, as one compiled program.
 
-Loss and gradients are one `shard_map`: every device computes the losses of its own slots, and the stages and the ring
-see to it that a weight's gradient counts all of them. The optimiser runs on the shards where they lie.
+Loss and gradients are computed in one `shard_map`: every device computes the losses of its own slots, and the stages
+and the ring sum each weight's gradient over all devices. The optimiser updates each shard on its own device.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ REPLICATED = PartitionSpec()
 
 
 class State(NamedTuple):
-    """Everything that training changes."""
+    """The training state: step count, weights and optimiser state."""
 
     step: Any
     weights: Any
@@ -36,7 +36,7 @@ class State(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """A batch on the mesh, in layout order; [batch, slots] each. `stop` [devices] asks everybody to stop."""
+    """A batch on the mesh, in layout order; [batch, slots] each. A nonzero entry of `stop` [devices] stops the run."""
 
     tokens: Any
     targets: Any
@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
 
 
 def learning_rate(config: TrainConfig) -> optax.Schedule:
-    """Up over the warm-up, then down along a cosine or level."""
+    """Linear warm-up, then cosine decay to a tenth of the peak, or constant."""
     peak = config.learning_rate
     warmup = min(100, config.steps // 10) if config.warmup is None else config.warmup
     if config.schedule == "constant":
@@ -55,7 +55,7 @@ def learning_rate(config: TrainConfig) -> optax.Schedule:
 
 
 def make_optimiser(config: TrainConfig) -> optax.GradientTransformation:
-    """AdamW on clipped gradients; weight decay for matrices, not for norms and biases."""
+    """AdamW with gradient clipping. Weight decay applies to matrices, not to norms and biases."""
 
     def matrices(weights: Any) -> Any:
         return jax.tree_util.tree_map_with_path(lambda path, _: not path[-1].key.endswith(("norm", "bias")), weights)
@@ -66,9 +66,9 @@ def make_optimiser(config: TrainConfig) -> optax.GradientTransformation:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A model, its optimiser and a mesh, ready to train; `documents` says whether the text has any.
+    """A model, its optimiser and a mesh, ready to train. `documents`: whether the data consists of packed documents.
 
-    `attend` replaces attention, in tests. The configuration's strategy "auto" is settled for the devices of the mesh.
+    `attend` replaces attention in tests. The strategy "auto" of the configuration is settled for the mesh's devices.
     """
 
     config: TrainConfig
@@ -87,7 +87,7 @@ class Program:
 
     @property
     def platform(self) -> str:
-        """What the program runs on, which need not be here."""
+        """The platform of the mesh's devices, which need not exist on this machine."""
         return self.mesh.devices.flat[0].platform
 
     @functools.cached_property
@@ -113,18 +113,18 @@ class Program:
         return make_optimiser(self.config)
 
     def learning_rate(self, step: int) -> float:
-        """That of a step, counted from 0."""
+        """The learning rate of a step, counted from 0."""
         with jax.numpy_dtype_promotion("standard"):
             return float(learning_rate(self.config)(step))
 
     @functools.cached_property
     def specs(self) -> Any:
-        """How the weights lie on the mesh."""
+        """How the weights are sharded over the mesh."""
         return self.model.specs(self.mesh.size)
 
     @functools.cached_property
     def state(self) -> State:
-        """Shapes, dtypes and shardings of the state, without the state."""
+        """The state as shapes, dtypes and shardings, without values."""
         shapes = jax.eval_shape(self._fresh, jax.random.key(0))
         optimiser = optax.tree.map_params(
             *(self.optimiser, lambda _, spec: spec, shapes.optimiser, self.specs),
@@ -140,11 +140,11 @@ class Program:
         return jax.jit(self._fresh, out_shardings=jax.tree.map(lambda x: x.sharding, self.state))
 
     def fresh_state(self) -> State:
-        """The state before the first step; the same numbers on every mesh."""
+        """The state before the first step; the same values on every mesh."""
         return self.fresh(jax.random.key(self.config.seed))
 
     def start_state(self, weights: Any) -> State:
-        """The state before the first step of a run that starts from these weights, which lie as `state` has them."""
+        """The state before the first step of a run that starts from these weights, which are sharded as in `state`."""
         shardings = (self.state.step.sharding, jax.tree.map(lambda x: x.sharding, self.state.optimiser))
         fresh = lambda weights: (jnp.zeros((), jnp.int32), self.optimiser.init(weights))  # noqa: E731
         step, optimiser = jax.jit(fresh, out_shardings=shardings)(weights)
@@ -156,28 +156,28 @@ class Program:
 
     @functools.cached_property
     def step(self) -> Any:
-        """`step(state, inputs) -> state, metrics`, compiled at its first call. The old state's memory is used again."""
+        """`step(state, inputs) -> state, metrics`, compiled at its first call. It donates the old state's buffers."""
         shardings = jax.tree.map(lambda x: x.sharding, self.state)
         everywhere = self._sharding(REPLICATED)
         return jax.jit(self._step, donate_argnums=0, out_shardings=(shardings, everywhere))
 
     @functools.cached_property
     def compiled(self) -> Any:
-        """The step, compiled now."""
+        """The step, compiled ahead of time."""
         options = compiler_options(deterministic=self.config.deterministic, device=self.mesh.devices.flat[0])
         return self.step.lower(self.state, self.inputs).compile(compiler_options=options)
 
     def _step(self, state: State, inputs: Inputs) -> tuple[State, dict[str, Any]]:
         loss, stop, gradients = self.loss_and_gradients(state.weights, inputs)
-        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes, which users may have forbidden
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes, which users may have disabled
             updates, optimiser = self.optimiser.update(gradients, state.optimiser, state.weights)
-        # An update of 0 leaves every bit as it is, also of -0.0 and of numbers too small for a processor in a hurry.
+        # An update of 0 must preserve every bit: x + 0 turns -0.0 into 0.0, and subnormals may be flushed to zero.
         weights = jax.tree.map(lambda x, update: jnp.where(update == 0, x, x + update), state.weights, updates)
         metrics = {"loss": loss, "gradient_norm": optax.tree.norm(gradients), "stop": stop}
         return State(state.step + 1, weights, optimiser), metrics
 
     def loss_and_gradients(self, weights: Any, inputs: Inputs) -> tuple[Any, Any, Any]:
-        """The mean loss over all targets, how many devices ask to stop, and the gradient of the loss."""
+        """Return the mean loss over all targets, the number of devices that request a stop, and the loss's gradient."""
         tokens = AXES.tokens
         mask_specs = jax.tree.map(lambda _: tokens, inputs.mask)
         specs = Inputs(tokens, tokens, tokens, mask_specs, PartitionSpec(AXES.everything))
@@ -207,7 +207,7 @@ class Program:
         return range(min(first for first, _, _ in bounds), max(last for _, last, _ in bounds))
 
     def place(self, batch: Batch) -> Inputs:
-        """Put a batch (this process's rows of it, in text order) on the mesh, in layout order."""
+        """Put a batch (this process's rows, in sequence order) on the mesh, in layout order."""
         layout, devices = self.compute.layout, self.compute.devices
         tokens, targets, weights = (layout.permute(x, devices, 1) for x in (batch.tokens, batch.targets, batch.weights))
         mask = sa.documents(batch.segments).permute(layout, devices) if self.documents else sa.causal()
@@ -223,7 +223,7 @@ class Program:
 
     @property
     def inputs(self) -> Inputs:
-        """Shapes, dtypes and shardings of a batch on the mesh, without a batch."""
+        """A batch on the mesh as shapes, dtypes and shardings, without values."""
         layout, devices, length = self.compute.layout, self.compute.devices, self.compute.length
 
         def tokens(dtype: Any) -> jax.ShapeDtypeStruct:
@@ -237,7 +237,7 @@ class Program:
         return Inputs(tokens(jnp.int32), tokens(jnp.int32), tokens(jnp.float32), mask, stop)
 
     def flags(self, stop: bool) -> jax.Array:
-        """This process's wish to stop, for `Inputs.stop`: all processes see every wish after the same step."""
+        """This process's stop request, for `Inputs.stop`: all processes see every request after the same step."""
         mine = np.full(self.mesh.size, stop, np.int32)
         spec = PartitionSpec(AXES.everything)
         return jax.make_array_from_callback(mine.shape, self._sharding(spec), lambda index: mine[index])
@@ -251,7 +251,7 @@ class Program:
 
 
 def _accumulated(function: Any, parts: int, weights: Any, inputs: Inputs) -> Any:
-    """The sum of `function(weights, inputs)`, a pytree like (number, weights), over so many parts of the batch."""
+    """Sum `function(weights, inputs)`, a pytree like (scalar, weights), over `parts` equal parts of the batch."""
     if parts == 1:
         return function(weights, inputs)
     arrays = inputs._replace(stop=())

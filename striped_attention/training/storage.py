@@ -1,8 +1,8 @@
-"""Storage: Orbax as it is used here: a folder of numbered steps, and the arrays of one of them.
+"""Storage: a thin layer over Orbax: a folder of numbered steps, and the arrays of one step.
 
 When an array cannot be read, Orbax raises at once and closes its event loop while other arrays are still being read.
-Those reads finish later, in other threads, and complain wherever the process is by then. `read_arrays` cancels them and
-waits for them; what their threads still have to say is dropped. So a failed read leaves nothing behind.
+Those reads finish later, in other threads, and raise errors at arbitrary points of the program. `read_arrays` cancels
+the remaining reads, waits for them, and drops their late callbacks. A failed read thus leaves nothing behind.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ import orbax.checkpoint as ocp
 
 
 def open_steps(folder: pathlib.Path, **options: Any) -> ocp.CheckpointManager:
-    """The numbered steps of a folder."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax tells of every step, and we of its errors
+    """Open the numbered steps of a folder."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Orbax logs every step; its errors are reported here
     return ocp.CheckpointManager(folder.absolute(), options=ocp.CheckpointManagerOptions(**options))
 
 
 def read_arrays(folder: pathlib.Path, wanted: Any, *, part: bool = False) -> Any:
-    """The arrays of a tree that was saved in a folder, in the shapes and shardings of `wanted`.
+    """Read a saved tree of arrays from a folder, in the shapes and shardings of `wanted`.
 
-    With `part`, `wanted` may be a part of what was saved; without, they must be the same tree.
+    With `part`, `wanted` may be a subset of the saved tree; otherwise the two must have the same structure.
     """
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, _Arrays()))
     arguments = ocp.args.PyTreeRestore(
@@ -35,7 +35,7 @@ def read_arrays(folder: pathlib.Path, wanted: Any, *, part: bool = False) -> Any
 
 
 class _Arrays(ocp.type_handlers.ArrayHandler):
-    """Reads arrays. When one of them cannot be read, it ends all other reads before it raises."""
+    """Reads arrays. When one of them cannot be read, it cancels all other reads before it raises."""
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[Any] | None = None) -> Sequence[jax.Array]:
         before = asyncio.all_tasks()
@@ -46,12 +46,12 @@ class _Arrays(ocp.type_handlers.ArrayHandler):
             left = asyncio.all_tasks() - before
             for task in left:
                 task.cancel()
-            await asyncio.gather(*left, return_exceptions=True)  # the first error is the one to tell
+            await asyncio.gather(*left, return_exceptions=True)  # only the first error is raised
             raise
 
 
 def _drop_what_comes_after_closing(loop: asyncio.AbstractEventLoop) -> None:
-    """A thread whose read was cancelled reports to the loop when it is done, and the loop may be closed by then."""
+    """Ignore callbacks after the loop is closed: the thread of a cancelled read may still schedule one when it ends."""
     call = loop.call_soon_threadsafe
 
     def call_if_open(*arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Trainer: a run from its options to its end. What can be refused is refused before anything is written."""
+"""Trainer: a run from its options to its end. All options are validated before anything is written."""
 
 import contextlib
 import dataclasses
@@ -26,9 +26,9 @@ from striped_attention.training.weights_and_biases import WandbRun
 
 
 def train(config: TrainConfig) -> State:
-    """Train as asked, on all devices there are; the state at the end. Raises UsageError and Diverged.
+    """Train on all available devices and return the final state. Raises UsageError and Diverged.
 
-    What can be refused is refused before anything is written, and before minutes of compiling.
+    Everything that can be checked is checked before anything is written and before minutes of compilation.
     """
     main = jax.process_index() == 0
     if main:
@@ -37,14 +37,14 @@ def train(config: TrainConfig) -> State:
     begin = start.look(config)
     config = begin.config
     folder.check(config)
-    validation.check(config)  # before hours of making tokens
+    validation.check(config)  # before tokenising, which can take hours
     corpus = load_data(config)
     config, begin = _with_tokenizer(config, begin, corpus)
     documents = corpus.documents
     asked_for, room = config, memory.available(config.memory)
     kind = jax.local_devices()[0].device_kind
     config, reasons = settled(config, sizes, documents, jax.default_backend(), kind, room)
-    config.make_strategy(sizes[AXES.sequence])  # refuses what cannot be
+    config.make_strategy(sizes[AXES.sequence])  # raises if it is not possible
     kernel = choose(config, sizes, documents, jax.default_backend())
     program = Program(config, make_mesh(sizes), documents=documents)
     held_out = validation.held_out(program)
@@ -67,7 +67,7 @@ def train(config: TrainConfig) -> State:
             run = Run(program, corpus, watch, place, held_out)
             state = program.fresh_state() if state is None else state
             if config.resume:
-                watch.say(f"Going on from step {place.step}.")
+                watch.say(f"Resuming from step {place.step}.")
             if checkpoints is not None and main:
                 checkpoints.clean()
                 folder.begin(checkpoints.folder, runs, program.config, sizes, place.step, begin.files)
@@ -76,7 +76,7 @@ def train(config: TrainConfig) -> State:
 
 
 def load_data(config: TrainConfig) -> data.Data:
-    """What a run trains on. Raises UsageError for data that cannot be trained on."""
+    """Load the training data. Raises UsageError for data that cannot be trained on."""
     corpus = config.load(config.data)
     data.read(corpus, 0, range(1), config.sequence_length, config.seed)
     data.whole_rows(corpus, config.sequence_length)
@@ -84,7 +84,7 @@ def load_data(config: TrainConfig) -> data.Data:
 
 
 def _with_tokenizer(config: TrainConfig, begin: start.Start, corpus: data.Data) -> tuple[TrainConfig, start.Start]:
-    """The same run, which keeps the tokenizer that its tokens came with, if it has no other."""
+    """Add the tokenizer that comes with the data's tokens to the run's files, unless --tokenizer is given."""
     if config.tokenizer is not None or corpus.tokenizer is None:
         return config, begin
     files = {**folder.tokenizer_files(corpus.tokenizer), **begin.files}
@@ -93,7 +93,7 @@ def _with_tokenizer(config: TrainConfig, begin: start.Start, corpus: data.Data) 
 
 
 def _checkpoints(config: TrainConfig) -> contextlib.AbstractContextManager[Checkpoints | None]:
-    """The run's checkpoints; None if none are kept."""
+    """The run's checkpoints; None without --checkpoint-dir."""
     return (
         contextlib.nullcontext() if config.checkpoint_dir is None else Checkpoints(config.checkpoint_dir, config.keep)
     )
@@ -102,7 +102,7 @@ def _checkpoints(config: TrainConfig) -> contextlib.AbstractContextManager[Check
 def _look(
     program: Program, corpus: data.Data, begin: start.Start, checkpoints: Checkpoints | None
 ) -> tuple[Place, list[Any]]:
-    """Where the run begins, and the record of the runs before it. Raises if its folder has no room or is damaged."""
+    """Return where the run begins and the records of earlier runs. Raises if its folder is full or damaged."""
     place, runs = _start(program.config, corpus, begin), []
     if checkpoints is not None and program.config.resume:
         place = checkpoints.place(like=place)
@@ -114,7 +114,7 @@ def _look(
 
 
 def _start(config: TrainConfig, corpus: data.Data, begin: start.Start) -> Place:
-    """Where a new run begins, and what it is a run of."""
+    """The metadata of a new run at step 0."""
     return Place(
         step=0,
         rows=0,
@@ -129,13 +129,14 @@ def _start(config: TrainConfig, corpus: data.Data, begin: start.Start) -> Place:
 
 
 def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
-    """Sizes of the mesh's axes, or what is wrong with them. Without `devices` any number of them will do."""
+    """Return the sizes of the mesh axes. Raises UsageError if they do not fit `devices` (None: any number) or the
+    batch."""
     try:
         sizes = parse_mesh(config.mesh or f"{AXES.sequence}={devices or 1}")
         if devices is not None:
             check_devices(sizes, devices)
     except ValueError as error:
-        raise UsageError(f"{error} On a CPU --cpu-devices makes as many virtual devices as you like.") from error
+        raise UsageError(f"{error} On a CPU, --cpu-devices creates any number of virtual devices.") from error
     if config.batch % (sizes[AXES.batch] * config.accumulate):
         raise UsageError(
             f"--batch must be a multiple of {sizes[AXES.batch] * config.accumulate}, the mesh's {AXES.batch} axis "
@@ -150,8 +151,8 @@ def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
 
 
 def choose(config: TrainConfig, sizes: dict[str, int], documents: bool, platform: str | None) -> str:
-    """The kernels that the attention of this run takes, one unless layers differ. Raises if the one that was asked for
-    cannot do it. Without a platform, as in a dry run, nothing is asked of the devices here."""
+    """Return the name of the run's attention kernel, or several if layers differ. Raises if the requested kernel does
+    not support the run. Without a platform, as in a dry run, no device is touched."""
     devices, here = sizes[AXES.sequence], platform is not None
     layout = config.make_layout(devices, documents, platform)
     ask = functools.partial(config.request, layout, devices, documents, platform or assumed(config).platform, here=here)
@@ -164,7 +165,7 @@ def choose(config: TrainConfig, sizes: dict[str, int], documents: bool, platform
 
 @contextlib.contextmanager
 def _room(config: TrainConfig, sizes: dict[str, int]) -> Iterator[None]:
-    """Say what to do when the devices' memory is too small."""
+    """Turn an out-of-memory error of the devices into a UsageError with advice."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -173,17 +174,17 @@ def _room(config: TrainConfig, sizes: dict[str, int]) -> Iterator[None]:
         need = gigabytes(estimate(config, sizes).total_memory)
         raise UsageError(
             f"The devices' memory is too small: a step of {config.batch} × {config.sequence_length} tokens needs about "
-            f"{need} on each. Use more devices or a shorter --sequence-length; --dry-run shows the parts."
+            f"{need} per device. Use more devices or a shorter --sequence-length; --dry-run shows the breakdown."
         ) from error
 
 
 def describe(program: Program, corpus: data.Data, kernel: str) -> str:
-    """A run in a line."""
+    """Describe a run in one line."""
     config, compute = program.config, program.compute
     axes = ", ".join(f"{name} {size}" for name, size in program.mesh.shape.items())
     kind = program.mesh.devices.flat[0].device_kind
     return (
-        f"{config.model.parameters:,} parameters, {config.batch} × {config.sequence_length:,} tokens a step, "
+        f"{config.model.parameters:,} parameters, {config.batch} × {config.sequence_length:,} tokens per step, "
         f"{compute.layout!r} on {program.mesh.size} {kind} device{'s' * (program.mesh.size > 1)} ({axes}), "
         f"{config.dtype}, strategy {config.strategy}, kernel {kernel}, remat {config.remat}, chunks of "
         f"{compute.chunk:,} tokens; {corpus.source}, {corpus.size:,} tokens"

@@ -1,4 +1,4 @@
-"""Validation: the loss on held-out data, by position, while a run goes on. It changes nothing of the run."""
+"""Validation: the loss on held-out data, by position, during a run. It never affects the training itself."""
 
 import contextlib
 import dataclasses
@@ -17,11 +17,11 @@ from striped_attention.training.config import TrainConfig
 from striped_attention.training.loss_by_position import Losses, Sums, loss_sums
 from striped_attention.training.step import Inputs, Program
 
-EVERY, SEQUENCES = 100, 32  # steps between validations, and sequences of each, if nobody says otherwise
+EVERY, SEQUENCES = 100, 32  # default steps between validations, and sequences per validation
 
 
 def check(config: TrainConfig) -> None:
-    """Raise for held-out data that cannot be loaded, as far as that can be seen without reading it."""
+    """Raise if the held-out data cannot be loaded, as far as this can be checked without reading all of it."""
     if config.validation is None:
         return
     with _named():
@@ -30,7 +30,7 @@ def check(config: TrainConfig) -> None:
 
 
 def held_out(program: Program) -> "HeldOut | None":
-    """What a run validates on, if anything. Raises UsageError for data that cannot be."""
+    """Return the held-out data of a run, if any. Raises UsageError for data that cannot be used."""
     config = program.config
     if config.validation is None:
         return None
@@ -38,7 +38,7 @@ def held_out(program: Program) -> "HeldOut | None":
     with _named():
         corpus = config.load(config.validation)
         data.whole_rows(corpus, config.sequence_length)
-    # As much at a time as a step works on, which may be a part of a batch.
+    # Use batches of the size that a step processes at once: with --accumulate, a part of the batch.
     part = dataclasses.replace(config, batch=config.batch // config.accumulate, accumulate=1)
     own = dataclasses.replace(program, config=part, documents=corpus.documents)
     found = HeldOut(own, corpus, config.validation_sequences or SEQUENCES)
@@ -48,7 +48,7 @@ def held_out(program: Program) -> "HeldOut | None":
 
 @contextlib.contextmanager
 def _named() -> Iterator[None]:
-    """What is wrong with data is told of --validation."""
+    """Let errors about data name --validation instead of --data."""
     try:
         yield
     except UsageError as error:
@@ -56,15 +56,15 @@ def _named() -> Iterator[None]:
 
 
 def check_unweighted(flag: str, sources: Named) -> None:
-    """Raise if one of several sources has a weight: held-out sequences all count alike."""
+    """Raise if a source has a weight: all held-out sequences count equally."""
     weighted = [source.path for source in parse(sources) if source.weight is not None]
     if weighted:
-        raise UsageError(f"{flag} takes no weights, but {weighted[0]} has one. Leave it out: sequences count alike.")
+        raise UsageError(f"{flag} takes no weights, but {weighted[0]} has one. Leave it out: sequences count equally.")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HeldOut:
-    """`count` sequences, spread evenly over a corpus (or all of it), and the program that takes their losses."""
+    """`count` sequences spread evenly over a corpus, or all if there are fewer, and the program for their losses."""
 
     program: Program
     corpus: data.Data
@@ -79,7 +79,7 @@ class HeldOut:
         return data.whole_rows(self.corpus, self.program.config.sequence_length)
 
     def check(self, data_flag: str, count_flag: str) -> None:
-        """Raise if no token of all sequences counts in the loss. Reads no more of them than it must."""
+        """Raise if no token in any sequence counts in the loss. Stops reading at the first one that does."""
         if not any(self._read(number).weights.any() for number in range(self.sequences)):
             more = f", or more of it with {count_flag}" if self.sequences < self._rows else ""
             raise UsageError(
@@ -92,7 +92,7 @@ class HeldOut:
         return -(-self.sequences // self.program.config.batch)
 
     def compile(self) -> None:
-        """Now, rather than at the first batch."""
+        """Compile now instead of at the first batch."""
         assert self.compiled is not None
 
     @functools.cached_property
@@ -104,7 +104,7 @@ class HeldOut:
         return step.lower(program.state.weights, program.inputs).compile(compiler_options=options)
 
     def losses(self, weights: Any, say: Any = None) -> Losses:
-        """Over all sequences. `say(done)` is told after every batch."""
+        """Return the losses over all sequences. Calls `say(batches_done)` after every batch."""
         totals = None
         for number in range(self.batches):
             sums = jax.device_get(self.compiled(weights, self._inputs(number)))
@@ -116,12 +116,12 @@ class HeldOut:
         return Losses.of(totals, self.program.config.sequence_length)
 
     def _read(self, number: int) -> data.Batch:
-        """A sequence, by its number among those that are validated on."""
+        """Read a held-out sequence by its index, from 0 to `sequences` - 1."""
         place = number * self._rows // self.sequences
         return data.rows_in_order(self.corpus, place, 1, self.program.config.sequence_length)
 
     def _inputs(self, number: int) -> Inputs:
-        """A batch on the mesh. What is missing in the last one is filled with sequences that do not count."""
+        """A batch on the mesh. The last batch is filled up with sequences of weight 0."""
         config, rows = self.program.config, self.program.rows
         numbers = np.arange(number * config.batch + rows.start, number * config.batch + rows.stop)
         read = [self._read(number) for number in numbers.tolist()]

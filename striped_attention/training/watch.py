@@ -1,7 +1,7 @@
-"""Watch: what a person sees of a run while it goes on, and what is kept of it.
+"""Watch: show the progress of a run and log its metrics.
 
-A live display on a terminal, a line now and then elsewhere; `metrics.jsonl` and TensorBoard's files in the run's folder
-if it has one; Weights & Biases if it is asked for.
+Shows a live display on a terminal, and a line every 10 s elsewhere. Logs to `metrics.jsonl` and TensorBoard files in
+the run's folder, if it has one, and to Weights & Biases, if requested.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ LINE_EVERY = 10.0  # seconds between lines where there is no terminal
 
 
 class Watch:
-    """Shows and keeps the metrics of each step. A quiet one (of a process that is not the first) does nothing."""
+    """Shows and logs the metrics of each step. Prints nothing if `quiet`, as in every process but the first."""
 
     def __init__(self, first: int, steps: int, quiet: bool, wandb: WandbRun | None = None) -> None:
         self.console = rich.console.Console(quiet=quiet, highlight=False, markup=False)
         live = self.console.is_terminal and not self.console.is_dumb_terminal
-        self.console.soft_wrap = not live  # a log keeps its lines whole
+        self.console.soft_wrap = not live  # no line wrapping in logs
         self._first, self._steps, self._last_line = first, steps, 0.0
         self._folder: pathlib.Path | None = None
         self._file = self._tensorboard = None
@@ -47,17 +47,17 @@ class Watch:
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         if self._live is not None:
-            self.display.stopping = lambda: None  # it has stopped
+            self.display.stopping = lambda: None  # the run has stopped already
             self._live.stop()
         for kept in (self._file, self._tensorboard):
-            with contextlib.suppress(OSError):  # every step was flushed, and one that could not be was told
+            with contextlib.suppress(OSError):  # every step was flushed, and a failed flush was reported
                 if kept is not None:
                     kept.close()
         if self._wandb is not None:
             self._wandb.close(failed=kind is not None)
 
     def keep(self, folder: pathlib.Path) -> None:
-        """Keep metrics in this folder from now on."""
+        """Log metrics to this folder from now on."""
         self._folder = folder
         try:
             self._file = _open_metrics(folder / METRICS, self._first)
@@ -68,11 +68,11 @@ class Watch:
             raise _cannot_write(folder, error) from error
 
     def say(self, text: str) -> None:
-        """One line for the person who watches."""
+        """Print one line for the user."""
         self.console.print(text)
 
     def loaded(self, done: int, total: int) -> None:
-        """How many of a model's parameters were read."""
+        """Report how many of a model's parameters were read, every 10 s and at the end."""
         now = time.monotonic()
         self._last_line = self._last_line or now
         if now - self._last_line > LINE_EVERY or done == total:
@@ -80,7 +80,7 @@ class Watch:
             self.say(f"Read {done:,} of {total:,} parameters.")
 
     def step(self, metrics: dict[str, Any]) -> None:
-        """Show and keep the metrics of a step that is done."""
+        """Show and log the metrics of a finished step."""
         self.display.update(metrics)
         now = time.monotonic()
         if self._live is None and (now - self._last_line > LINE_EVERY or metrics["step"] == self._steps):
@@ -92,7 +92,7 @@ class Watch:
             raise _cannot_write(self._folder, error) from error
 
     def validation(self, step: int, found: Losses) -> None:
-        """Show and keep the losses on held-out data after a step. They have a line of their own in metrics.jsonl."""
+        """Show and log the validation losses after a step. They get their own line in metrics.jsonl."""
         self.say(f"step {step}/{self._steps} · validation loss {found}")
         self.display.validated(step, found.loss)
         try:
@@ -101,7 +101,7 @@ class Watch:
             raise _cannot_write(self._folder, error) from error
 
     def _line(self, metrics: dict[str, Any]) -> str:
-        """A step in a line, for logs."""
+        """Describe a step in one line, for logs."""
         text = f"step {metrics['step']}/{self._steps} · loss {metrics['loss']:.4f}"
         text += f" · {metrics['tokens_per_second']:,.0f} tokens/s"
         if metrics["mfu"] is not None:
@@ -123,7 +123,7 @@ class Watch:
 
 
 def _open_metrics(path: pathlib.Path, first: int) -> Any:
-    """The file to append to, without lines of steps that are about to be done again, nor one that was cut short."""
+    """Open the file for appending, after removing truncated lines and lines of steps that will be repeated."""
     if path.exists():
         kept = []
         for line in path.read_text(errors="replace").splitlines():
@@ -131,13 +131,13 @@ def _open_metrics(path: pathlib.Path, first: int) -> Any:
                 if 0 < first >= json.loads(line)["step"]:
                     kept.append(line + "\n")
             except (ValueError, KeyError, TypeError):
-                continue  # a process was killed while it wrote this line; its step is done again
+                continue  # a process was killed while writing this line; its step will be repeated
         write_whole(path, "".join(kept))
     return path.open("a")
 
 
 def _open_tensorboard(folder: pathlib.Path, first: int) -> Any:
-    """A file of events after which later steps of an earlier run no longer count."""
+    """Open a new event file, which makes TensorBoard discard later steps of an earlier run."""
     folder.mkdir(exist_ok=True)
     file = (folder / f"events.out.tfevents.{time.time():.6f}.{platform.node()}").open("wb")
     file.write(first_event() + start_event(first + 1))
@@ -148,5 +148,5 @@ def _open_tensorboard(folder: pathlib.Path, first: int) -> Any:
 def _cannot_write(folder: pathlib.Path | None, error: OSError) -> UsageError:
     return UsageError(
         f"Metrics cannot be written to {folder}: {error.strerror or error}. Make room or choose another "
-        f"--checkpoint-dir; --resume goes on from the last finished checkpoint."
+        f"--checkpoint-dir; --resume continues from the last complete checkpoint."
     )

@@ -1,8 +1,8 @@
-"""Weights & Biases: a run's metrics on wandb.ai, for those who ask for it with --wandb PROJECT.
+"""Weights & Biases: log a run's metrics to wandb.ai, with --wandb PROJECT.
 
-The package is imported only then. `wandb.json` in the run's folder keeps the id of the run there, so that --resume goes
-on with the same one. Steps that are done again after a crash are logged again under the same number: charts are drawn
-over `step`, not over the order of logging. WANDB_MODE, WANDB_API_KEY, WANDB_DIR and the like work as everywhere.
+The package is imported only with this option. `wandb.json` in the run's folder keeps the W&B run id, so --resume
+continues the same W&B run. Steps repeated after a crash are logged again under the same number: charts use `step` as
+their axis, not the order of logging. WANDB_MODE, WANDB_API_KEY, WANDB_DIR and the like work as usual.
 """
 
 import json
@@ -18,7 +18,7 @@ from striped_attention.training.folder import WANDB
 
 
 class WandbRun:
-    """A run on wandb.ai, or, with WANDB_MODE=offline, in a folder that `wandb sync` sends there later."""
+    """A run on wandb.ai, or, with WANDB_MODE=offline, in a folder that `wandb sync` uploads later."""
 
     def __init__(self, config: TrainConfig) -> None:
         wandb = _package()
@@ -33,38 +33,38 @@ class WandbRun:
                 name=None if folder is None else folder.absolute().name,
                 config={**config.record(), "parameters": config.model.parameters},
                 allow_val_change=True,  # a resumed run may have more steps, or another mesh
-                settings=wandb.Settings(console="off", quiet=True),  # its copy of the terminal would hold every frame
+                settings=wandb.Settings(console="off", quiet=True),  # W&B's console capture would record every frame
             )
             self._run.define_metric("step")
             self._run.define_metric("*", step_metric="step")
         except wandb.errors.Error as error:
             raise UsageError(
-                f"--wandb {self.project}: Weights & Biases said: {first_line(error)}. Set "
-                f"WANDB_MODE=offline to send the run later with `wandb sync`, or leave out --wandb."
+                f"--wandb {self.project}: Weights & Biases reported: {first_line(error)}. Set "
+                f"WANDB_MODE=offline to upload the run later with `wandb sync`, or leave out --wandb."
             ) from error
 
     def keep(self, folder: pathlib.Path) -> None:
-        """Note the run's id in its folder, for --resume."""
+        """Save the W&B run id in the run's folder, for --resume."""
         write_whole(folder / WANDB, json.dumps({"project": self.project, "id": self.id}) + "\n")
 
     def write(self, step: int, numbers: dict[str, float], say: Callable[[str], None]) -> None:
-        """Log the numbers of a step. When the service has failed, `say` so once; the training goes on."""
+        """Log the scalars of a step. If W&B fails, warn once with `say` and stop logging to it; training continues."""
         if self._run is None:
             return
         try:
             self._run.log({"step": step, **numbers})
-        except Exception as error:  # of the package or its service: a run of days does not end for that
+        except Exception as error:  # an error in the package or service must not end a run of several days
             self._run = None
-            say(f"Warning: Weights & Biases gets no more metrics: {first_line(error)}. metrics.jsonl has them all.")
+            say(f"Warning: logging to Weights & Biases stopped: {first_line(error)}. metrics.jsonl has all metrics.")
 
     def close(self, failed: bool) -> None:
-        """Send what is not sent yet, and say how the run ended."""
+        """Upload what is still pending, and mark the W&B run as finished or failed."""
         if self._run is not None:
             self._run.finish(exit_code=int(failed))
 
 
 def check(config: TrainConfig) -> None:
-    """Raise if a run asks for Weights & Biases and the package is not there."""
+    """Raise if --wandb is given and the package is not installed."""
     if config.wandb is not None:
         _package()
 
@@ -74,14 +74,14 @@ def _package() -> Any:
         import wandb
     except ImportError as error:
         raise UsageError(
-            f"--wandb needs the package wandb, and it cannot be imported ({error}). Install it with "
+            f"--wandb needs the package wandb, which cannot be imported ({error}). Install it with "
             f"pip install 'striped-attention[wandb]', or leave out --wandb."
         ) from error
     return wandb
 
 
 def _earlier(folder: pathlib.Path, project: str | None) -> str | None:
-    """The id of the run that this folder's run has on wandb.ai already."""
+    """Return the W&B run id saved in this folder; None if there is none."""
     path = folder / WANDB
     if not path.exists():
         return None
@@ -89,12 +89,12 @@ def _earlier(folder: pathlib.Path, project: str | None) -> str | None:
         said = json.loads(path.read_text())
         there, number = said["project"], said["id"]
         if not (isinstance(there, str) and isinstance(number, str)):
-            raise ValueError("project and id must be text")
+            raise ValueError("project and id must be strings")
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise UsageError(f"{path} is damaged ({error}). Move it away to log to a new run.") from error
     if there != project:
         raise UsageError(
-            f"The run in {folder} logs to the project {there}, and --wandb says {project}. Give --wandb {there}, or "
+            f"The run in {folder} logs to the project {there}; got --wandb {project}. Use --wandb {there}, or "
             f"move {path} away to log to a new run."
         )
     return number

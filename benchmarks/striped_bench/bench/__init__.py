@@ -1,1 +1,1 @@
-"""`striped bench`: named suites of measurements, each of which checks answers first and ends in a JSON document."""
+"""`striped bench`: named benchmark suites. Each checks its results before timing them and writes a JSON document."""

@@ -1,12 +1,13 @@
-"""Blocks: what a ring of more devices than cores would take, from its blocks one by one.
+"""Blocks: estimate how long a ring of more devices than cores would take, by timing its blocks one at a time.
 
-A step of a ring takes as long as its busiest device. So where devices cannot run at the same time, each block (the
-queries of device d with the keys that it holds at step j) is run by itself, by a process that owns a core, and
+A step of a ring takes as long as its busiest device. Where the devices cannot run at the same time, each block (the
+queries of device d with the keys that it holds at step j) is timed on its own, in a process pinned to one core, and
 
     critical path = sum over steps of the largest seconds[device, step]
 
-is how long the ring would compute: nobody waits for a transfer, and merges, some percent of a step, are left out. Rings
-to be compared take turns, and a block's seconds are the median of its rounds. One GPU can stand for many likewise.
+estimates how long the ring would compute. It leaves out transfers and merges; merges take a few percent of a step.
+Rings to be compared are timed in interleaved rounds, and a block's time is the median over rounds. One GPU can stand in
+for many in the same way.
 """
 
 import dataclasses
@@ -33,17 +34,17 @@ from striped_bench.bench.run import Row, interleaved, say, seconds
 from striped_bench.bench.workers import Team, check_pinned, pick_cores
 
 HOW = (
-    "Critical path: every block timed by itself on one core or GPU, without transfers and merges; "
-    "the sum over steps of the busiest device's seconds, not wall-clock."
+    "Critical path: each block is timed on its own on one core or GPU, without transfers and merges. "
+    "The sum over steps of the busiest device's seconds, not wall-clock time."
 )
 PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A ring to be timed; `tile` is a side of the kernel's tiles, None for its own choice.
+    """A ring to be timed. `tile` is the side of the kernel's tiles; None means the kernel's default.
 
-    With a strategy, the heads of `shape` are those that one device has after the exchanges.
+    With a strategy, `shape` has the heads that one device holds after the all-to-all exchange.
     """
 
     layout: Layout
@@ -60,16 +61,16 @@ class Case:
 
     @property
     def queries(self) -> tuple[Layout, int]:
-        """How queries lie after the exchanges: their layout, and on how many groups of devices."""
+        """Layout of the queries after the exchanges, and the number of device groups that hold them."""
         return self.layout.grouped(self.strategy.heads), self.devices // self.strategy.heads
 
     @property
     def keys(self) -> tuple[Layout, int]:
-        """How keys lie."""
+        """Layout of the keys after the exchanges, and the number of device groups that hold them."""
         return self.layout.grouped(self.strategy.group), self.devices // self.strategy.group
 
     def blocks(self, kernel: Kernel, here: int) -> Iterator[tuple[int, Block]]:
-        """Of a group's queries, step by step: whose keys are met, and the block, as in the ring."""
+        """For the queries of group `here`, yield for each step of the ring whose keys it meets, and the block."""
         tile = None if self.tile is None else (self.tile, self.tile)
         sizes = (self.devices, self.layout, self.length, self.length)
         ring = Problem("timed", *sizes, kernel, self.shape.dim**-0.5, tile=tile, strategy=self.strategy)
@@ -82,17 +83,17 @@ class Case:
             yield there, meet(there, offset == 0)
 
     def pairs(self) -> np.ndarray:
-        """Visible pairs of a query and a key, by device and step."""
+        """Count visible query-key pairs, device × step."""
         return count_pairs(self.layout, self.mask, self.length, self.devices)
 
     def bound(self) -> float:
-        """The most that the layout can gain over contiguous: the critical path of each, in visible pairs."""
+        """Upper bound on the speed-up over contiguous: the ratio of critical paths, counted in visible pairs."""
         base = dataclasses.replace(self, layout=contiguous())
         return critical_path(base.pairs()) / max(1, critical_path(self.pairs()))
 
 
 class Blocks:
-    """The arrays of a ring, by device, and the blocks and results of some of its devices."""
+    """The arrays of a ring by device, and the blocks and results of the given `devices`."""
 
     def __init__(
         self, case: Case, devices: Sequence[int], kernel: Kernel, inputs: problem.Inputs | None = None
@@ -110,22 +111,22 @@ class Blocks:
         self.results = {here: self._result(here) for here in devices}
 
     def forward(self, here: int) -> list[functools.partial[Partial]]:
-        """A device's forward pass, one function per block."""
+        """Return a device's forward pass as one function per block."""
         q = self.kernel, self.q[here]
         return [functools.partial(_attend, *q, self.k[there], self.v[there], b) for there, b in self.blocks[here]]
 
     def backward(self, here: int, dout: list[Any]) -> list[functools.partial[Any]]:
-        """A device's backward pass, one function per block: its parts of dq, dk and dv."""
+        """Return a device's backward pass as one function per block; each gives its contributions to dq, dk and dv."""
         q = self.kernel, self.q[here], *self.results[here], dout[here]
         return [functools.partial(_gradients, *q, self.k[there], self.v[there], b) for there, b in self.blocks[here]]
 
     def _result(self, here: int) -> Partial:
-        """A device's output, with as many digits as its kernel has use for in the backward pass."""
+        """Compute a device's output, in the precision that its kernel uses in the backward pass."""
         out, lse = functools.reduce(merge, (run() for run in self.forward(here)))
         return Partial(out if self.kernel.FULL_OUT else out.astype(self.q[here].dtype).astype(out.dtype), lse)
 
     def answer(self, dout: list[Any]) -> list[Any]:
-        """Output and gradients of the whole ring, in sequence order."""
+        """Compute output and gradients of the whole ring, in sequence order."""
         lies = (self.case.queries, self.case.queries, self.case.keys, self.case.keys)
         _, dq, dk, dv = ([0.0] * groups for _, groups in lies)  # type: tuple[Any, list[Any], list[Any], list[Any]]
         for here, blocks in self.blocks.items():
@@ -136,18 +137,18 @@ class Blocks:
         return [lie[0].restore(jnp.concatenate(x, axis=1), lie[1], 1) for x, lie in zip(parts, lies, strict=True)]
 
     def seconds(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of every block (device × step), forward and backward."""
+        """Time every block: forward and backward, each an array of device × step."""
         if jax.default_backend() == "cpu":
             check_pinned()
         found = []
         for here in self.blocks:
             forward, backward = self.forward(here), self.backward(here, self.dout)
-            seconds(forward[0])  # whatever was still going on is over after that
+            seconds(forward[0])  # warm-up: earlier asynchronous work has finished after this
             found.append([(seconds(a), seconds(b)) for a, b in zip(forward, backward, strict=True)])
         return tuple(np.moveaxis(np.array(found), -1, 0))
 
     def temporary_bytes(self) -> int:
-        """What a block's backward pass, the larger one, needs besides its arguments and results."""
+        """Temporary memory of a block's backward pass (the larger pass), beyond its arguments and results."""
         memory: Any = _gradients.lower(*self.backward(0, self.dout)[0].args).compile().memory_analysis()
         return int(memory.temp_size_in_bytes)
 
@@ -165,9 +166,10 @@ def _gradients(kernel: Kernel, q: Any, out: Any, lse: Any, dout: Any, k: Any, v:
 def replay(
     *inputs: Any, kernel: Kernel, layout: Layout, mask: Mask, members: int, strategy: Strategy = RING
 ) -> tuple[Any, ...]:
-    """out, dq, dk and dv from q, k, v and dout on a ring, its members one after the other: for checks on a single GPU.
+    """Compute out, dq, dk and dv from q, k, v and dout, running the devices of a ring one after another on one GPU.
 
-    With a strategy, shares of the heads come one after the other, and gradients of a key head's copies are added up.
+    Used for checks. With a strategy, the head groups also run one after another, and the gradients of copied key heads
+    are summed.
     """
     q, k = inputs[:2]
     copies = strategy.key_copies(q.shape[2], k.shape[2])
@@ -184,21 +186,21 @@ def replay(
 
 
 class Core:
-    """What a process with a core or a GPU of its own holds: rings of one sequence, ready to be timed."""
+    """The object in a process with its own core or GPU: rings over one sequence, ready to be timed."""
 
     def __init__(self, platform: str, **_: Any) -> None:
         jax.config.update("jax_platforms", PLATFORMS[platform])
         try:
             jax.devices()
-        except (AssertionError, RuntimeError) as error:  # the first where JAX has no package for it at all
+        except (AssertionError, RuntimeError) as error:  # AssertionError: no GPU plugin of JAX is installed
             why = (str(error).splitlines() or [""])[0]
             rule = f"--platform {platform} needs an NVIDIA GPU and JAX's packages for it"
-            raise UsageError(f"{rule}; JAX finds none here. {why}".strip()) from error
+            raise UsageError(f"{rule}; JAX found none. {why}".strip()) from error
         self.rings: list[Blocks] = []
 
     def prepare(self, cases: Sequence[Case]) -> list[problem.Answer]:
-        """Compile and run all blocks once; the answers to be checked."""
-        self.rings = []  # let go of the last ones first
+        """Compile and run all blocks once, and return the answers to be checked."""
+        self.rings = []  # free the previous ones first
         self.rings = [Blocks(case, range(case.devices), KERNELS["xla"]) for case in cases]
         answers, rows = [ring.answer(ring.few) for ring in self.rings], problem.sample_rows(cases[0].length)
         few = ((out[:, rows], dq[:, rows], dk, dv) for out, dq, dk, dv in answers)
@@ -208,18 +210,18 @@ class Core:
         return getattr(self.rings[index], method)()
 
     def gpu(self) -> dict[str, str]:
-        """What the record says besides about the hardware."""
+        """Return the GPU's name for the hardware record; empty on CPUs."""
         return {} if jax.default_backend() == "cpu" else {"gpu": jax.devices()[0].device_kind}
 
 
 def core(platform: str = "cpu") -> Team:
-    """A process with a core of its own, or with a GPU."""
-    jax.config.update("jax_platforms", "cpu")  # what is worked out here must not take the GPU's memory
+    """Start a process with its own core, or with the GPU."""
+    jax.config.update("jax_platforms", "cpu")  # the parent process must not take the GPU's memory
     return Team(Core, [set(pick_cores(1) if platform == "cpu" else usable_cores())], platform=platform)
 
 
 class Path(NamedTuple):
-    """The critical path of a ring in seconds, and those of its blocks, device × step, forward and backward together."""
+    """Critical path of a ring in seconds; `blocks` are seconds by device × step, forward and backward together."""
 
     case: Case
     forward: float
@@ -228,12 +230,12 @@ class Path(NamedTuple):
 
 
 def critical_path(blocks: np.ndarray) -> Any:
-    """The busiest device's share of every step, added up."""
+    """Sum over steps of the busiest device's value."""
     return blocks.max(axis=0).sum().item()
 
 
 def measure(team: Team, cases: Sequence[Case], rounds: int, checks: list[Row]) -> list[Path]:
-    """Check rings of one sequence, which must share length and mask, and time them in turns."""
+    """Check rings that share length and mask, and time them in interleaved rounds."""
     first = cases[0]
     truth = problem.oracle(problem.make_inputs(first.length, first.shape), first.mask)
     for case, answer in zip(cases, team.ask("prepare", cases)[0], strict=True):

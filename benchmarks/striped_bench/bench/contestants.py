@@ -1,11 +1,11 @@
-"""Contestants: this library and what a user could pick today, each behind the same four methods.
+"""Contestants: this library and the alternatives available today, each behind the same four methods.
 
-    prepare(length)   put the inputs where the contestant wants them, compile, run once
-    check()           output and gradients for the cotangent of the check, as much of them as this process holds
-    run(kind)         the seconds of one "forward" or "both" (forward and backward), results ready
-    peak()            the most memory this process ever held, in bytes
+    prepare(length)   place the inputs where the contestant needs them, compile, run once
+    check()           the part of output and gradients that this process holds, for the cotangent of the check
+    run(kind)         seconds of one "forward" or "both" (forward and backward), until results are ready
+    peak()            peak memory of this process in bytes
 
-They live in the processes of a `workers.Team`. Peers run as shipped, called as their documentation shows.
+They run in the processes of a `workers.Team`. Peers run as shipped, called as their documentation shows.
 """
 
 import os
@@ -28,14 +28,14 @@ Functions = dict[str, Callable[[], Any]]
 
 
 class Contestant:
-    """What all share."""
+    """Base class of all contestants."""
 
-    place: Callable[[Inputs], Functions]  # puts inputs on devices; "check" is "both" with the cotangent of the check
-    read: Callable[[Any], Answer]  # turns the result of "check" into NumPy arrays with the positions of their tokens
+    place: Callable[[Inputs], Functions]  # puts inputs on devices; "check" is "both" with the check's cotangent
+    read: Callable[[Any], Answer]  # converts the result of "check" to NumPy arrays with token positions
     functions: Functions
 
     def prepare(self, length: int) -> None:
-        self.functions = {}  # let go of the last length first
+        self.functions = {}  # free the arrays of the previous length first
         self.functions = self.place(make_inputs(length))
         for function in self.functions.values():
             jax.block_until_ready(function())
@@ -47,18 +47,18 @@ class Contestant:
         return seconds(self.functions[kind])
 
     def peak(self) -> int:
-        with open("/proc/self/status") as file:  # getrusage would count what the parent held before the spawn
+        with open("/proc/self/status") as file:  # getrusage would include the parent's memory before the spawn
             return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
 
     def idle(self) -> float:
-        """How many cores this process uses while it waits: 0 unless some thread spins."""
+        """Number of cores that this process uses while it waits: 0 unless a thread spins."""
         begun = time.process_time()
         time.sleep(1)
         return time.process_time() - begun
 
 
 class JaxContestant(Contestant):
-    """A function of global arrays whose sequence lies on 2 devices: virtual ones of one process, or 2 processes."""
+    """A function of arrays sharded along the sequence over 2 devices: virtual ones of one process, or 2 processes."""
 
     attend: Callable[..., Any]
 
@@ -66,7 +66,7 @@ class JaxContestant(Contestant):
         self.layout, self.chunk = layout, chunk
         if ranks == 1:
             use_virtual(DEVICES)
-        elif not jax.distributed.is_initialized():  # another contestant of this process may have done it
+        elif not jax.distributed.is_initialized():  # another contestant in this process may have done so
             jax.config.update("jax_platforms", "cpu")
             jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=ranks, process_id=rank)
         kind = (jax.sharding.AxisType.Auto,)
@@ -94,27 +94,27 @@ class JaxContestant(Contestant):
 
 
 class Ours(JaxContestant):
-    """This library, with the option `layout`."""
+    """This library; the layout is an option."""
 
     def attend(self, q: Any, k: Any, v: Any) -> Any:
         return sa.attention(q, k, v, mesh=self.mesh, axis_name="sequence", layout=self.layout, mask=sa.causal())
 
 
 class PlainJax(JaxContestant):
-    """`jax.nn.dot_product_attention` on a sharded sequence: XLA inserts what communication it needs."""
+    """`jax.nn.dot_product_attention` on a sharded sequence: XLA inserts the communication."""
 
     def attend(self, q: Any, k: Any, v: Any) -> Any:
         return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
 class RingAttentionJax(JaxContestant):
-    """PyPI's ringattention, contiguous, called as its README shows, with the option `chunk`."""
+    """ringattention from PyPI, contiguous, called as its README shows; the chunk size is an option."""
 
     def attend(self, q: Any, k: Any, v: Any) -> Any:
         import jax.extend.backend
         import jax.lib
 
-        # 0.1.2 looks for this function in a module that newer releases of JAX no longer have.
+        # Version 0.1.2 looks for this function in a module that newer JAX releases removed.
         if not hasattr(jax.lib, "xla_bridge"):
             bridge = types.SimpleNamespace(get_backend=jax.extend.backend.get_backend)
             jax.lib.xla_bridge = bridge  # type: ignore[attr-defined]
@@ -135,9 +135,9 @@ class RingAttentionJax(JaxContestant):
 
 
 class Sdpa(Contestant):
-    """torch's scaled_dot_product_attention, the CPU flash kernel, with a thread per core."""
+    """PyTorch's scaled_dot_product_attention (the CPU flash kernel), one thread per core."""
 
-    AXES = (0, 2, 1, 3)  # its arrays are [batch, heads, length, dim]
+    AXES = (0, 2, 1, 3)  # PyTorch's arrays are [batch, heads, length, dim]
 
     def __init__(self, rank: int, ranks: int, port: int) -> None:
         import torch
@@ -170,7 +170,7 @@ class Sdpa(Contestant):
 
 
 class RingAttentionTorch(Sdpa):
-    """PyPI's ring-attention-pytorch, striped, one process per device over gloo, one thread each."""
+    """ring-attention-pytorch from PyPI, striped: one process with one thread per device, over gloo."""
 
     AXES = (0, 1, 2, 3)
     BUCKET = 512  # the default of its RingAttention module
@@ -185,7 +185,8 @@ class RingAttentionTorch(Sdpa):
         self.ring_flash_attn = ring_flash_attn
 
     def held(self, length: int) -> np.ndarray:
-        """Its stripes: bucket j of B holds the tokens j, j + B, j + 2B, …, and a process holds neighbouring buckets."""
+        """Positions in this library's stripes: bucket j of B holds the tokens j, j + B, j + 2B, …; a process holds
+        neighbouring buckets."""
         slots = length // self.ranks
         bucket = min(self.BUCKET, slots)
         order = np.arange(length).reshape(bucket, length // bucket).T.reshape(-1)
@@ -197,6 +198,6 @@ class RingAttentionTorch(Sdpa):
 
 
 def use_virtual(devices: int) -> None:
-    """Let JAX see this many CPUs. To be called before it looks."""
+    """Let JAX see this many CPU devices. Must be called before JAX initialises."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)

@@ -1,13 +1,14 @@
-"""The suite `decode`: what a token costs once a sequence is in the cache, and what it costs to get it there.
+"""The suite `decode`: the cost of prefilling the cache, and of decoding a token with a filled cache.
 
-On CPUs: whole models on virtual devices, which share the cores of one process: the seconds say what a token costs in
-all. `wire_bytes` is what a device sends for a token, by the compiled program, `attention_bytes` of it partial results.
+On CPUs: whole models on virtual devices. These share the cores of one process, so the seconds are the total cost of a
+token over all devices. `wire_bytes` are the bytes that a device sends per token, read from the compiled program;
+`attention_bytes` are the part of them that carries partial results of attention.
 
-On a GPU, one device, random keys and values in bfloat16:
+On one GPU, with random keys and values in bfloat16:
 
-    decode     one layer's attention of a new token of every sequence; all that is cached is read once, so the rate is
-               in bytes per second, and the ceiling is what the card reaches when it copies
-    prefill    one layer's attention of a whole prompt, in one go and in pieces
+    decode     attention of one layer for one new token per sequence. It reads the whole cache once, so the rate is in
+               bytes per second, compared with the bandwidth of a copy on the same GPU
+    prefill    attention of one layer for a whole prompt, at once and in chunks
     model      a whole model: prefill and decoding
 """
 
@@ -40,16 +41,16 @@ from striped_bench.bench import problem, run
 from striped_bench.bench.contestants import use_virtual
 
 DIM = 128
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.006}  # of a result, relative to the largest number
-MODEL_TOLERANCE = 0.05  # of scores in bfloat16 between two ways through a whole model
-Found = tuple[run.Row, run.Row]  # a check, and what was measured after it
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.006}  # relative to the largest value of the result
+MODEL_TOLERANCE = 0.05  # of logits in bfloat16, between prefilling and decoding the last token
+Found = tuple[run.Row, run.Row]  # a check and the measurement that follows it
 
 
 def decode(options: run.Options, result: run.Record) -> run.Progress:
     result |= {"checks": [], "rows": []}
     if options["platform"] == "gpu":
         if jax.default_backend() != "gpu":
-            raise UsageError(f"--platform gpu needs a GPU; JAX sees {jax.default_backend()} here.")
+            raise UsageError(f"--platform gpu needs a GPU; JAX sees only {jax.default_backend()}.")
         x = jax.random.normal(jax.random.key(0), (2**31,), jnp.bfloat16)
         ways = (functools.partial(jax.jit(way), x) for way in (jnp.copy, jnp.negative))
         copy = max(2 * x.nbytes / _seconds(way, 10) for way in ways)  # bytes read and written per second
@@ -75,7 +76,7 @@ def decode(options: run.Options, result: run.Record) -> run.Progress:
 
 
 def on_cpu(options: run.Options) -> Iterator[Found]:
-    """Whole models on 1, 2, 4, … virtual devices."""
+    """Measure whole models on 1, 2, 4, … virtual devices."""
     for preset, length, batch in itertools.product(options["presets"], options["lengths"], options["batch"]):
         config, rounds = PRESETS[preset], options["rounds"]
         truth = _scores(_engine(config, 1, "float32", sa.contiguous(), batch, length, chunk=length), length)
@@ -86,7 +87,7 @@ def on_cpu(options: run.Options) -> Iterator[Found]:
             error = problem.apart(_scores(engine, length), truth, by_row=False)
             check = _check(what, error, TOLERANCE["float32"])
             measured = {"seconds": _seconds_per_token(engine, rounds)}
-            block = engine.programs.text(("block", Sampling(), (), None))  # what was timed; on CPUs of one token
+            block = engine.programs.text(("block", Sampling(), (), None))  # the timed one; on CPUs 1 token
             measured["wire_bytes"] = sum(traffic(block, devices).values())
             shape, everywhere = (batch, 1, config.heads, config.head_dim), NamedSharding(engine.mesh, PartitionSpec())
             query = jax.ShapeDtypeStruct(shape, engine.options.dtype, sharding=everywhere)
@@ -114,7 +115,7 @@ def decode_layer(heads: str, batch: int, length: int, copy: float, rounds: int) 
 
 
 def prefill_layer(heads: str, length: int, chunk: int, rounds: int) -> Found:
-    """A prompt of one sequence, `chunk` tokens at a time."""
+    """Measure attention of one layer for one prompt, prefilled `chunk` tokens at a time."""
     q_heads, kv_heads = map(int, heads.split(":"))
     inputs = problem.make_inputs(length, problem.Shape(q_heads, kv_heads, DIM, "bfloat16"))
     pieces = [tuple(jnp.asarray(x[:, i : i + chunk]) for x in inputs[:3]) for i in range(0, length, chunk)]
@@ -136,7 +137,7 @@ def prefill_layer(heads: str, length: int, chunk: int, rounds: int) -> Found:
 
 
 def whole_model(preset: str, batch: int, length: int, chunk: int, rounds: int, copy: float) -> Found:
-    """The check takes each sequence's last token in two ways, as part of the prompt and as a token after it."""
+    """Measure a whole model. The check computes each sequence's last token in two ways: prefilled and decoded."""
     config = PRESETS[preset]
     engine = _engine(config, 1, "bfloat16", sa.contiguous(), batch, length + _room(rounds), chunk=chunk)
     tokens = _tokens(config, batch, length)
@@ -159,13 +160,13 @@ def whole_model(preset: str, batch: int, length: int, chunk: int, rounds: int, c
 
 
 def _seconds(function: Callable[[], Any], rounds: int) -> float:
-    """Of one call, the median, after one to warm up."""
+    """Median seconds of one call, after a warm-up call."""
     jax.block_until_ready(function())
     return statistics.median(run.seconds(function, times=5) for _ in range(max(3, rounds)))
 
 
 def _seconds_per_token(engine: Engine, rounds: int) -> float:
-    """The median over `rounds` blocks of the time between their first tokens, after two to warm up."""
+    """Median over `rounds` blocks of the seconds per token, after two blocks of warm-up."""
     block, begins = engine.programs.block, []
     for i, _ in enumerate(engine.write((rounds + 2) * block + 1, Sampling())):
         if i % block == 0:
@@ -174,7 +175,7 @@ def _seconds_per_token(engine: Engine, rounds: int) -> float:
 
 
 def _room(rounds: int) -> int:
-    """Tokens that are generated at most, and one to compare."""
+    """Cache slots for the generated tokens, and for the one token of the check."""
     return (rounds + 2) * BLOCK + 2
 
 
@@ -185,14 +186,14 @@ def _tokens(config: ModelConfig, batch: int, length: int) -> np.ndarray:
 def _engine(
     config: ModelConfig, devices: int, dtype: str, layout: Layout, batch: int, length: int, **more: Any
 ) -> Engine:
-    """With random weights, and room for `length` tokens."""
+    """Make an engine with random weights and room for `length` tokens."""
     mesh = Mesh(np.array(jax.devices()[:devices]).reshape(1, devices), AXES.everything)
     options = Options(layout, batch, length, dtype=jnp.dtype(dtype), **more)
     return Engine(config, fuse(config, mesh, _random_weights(config, mesh, options.dtype)), mesh, options)
 
 
 def _random_weights(config: ModelConfig, mesh: Mesh, dtype: Any) -> Any:
-    """As `init` makes them, but one by one: compiled together, those of a large model take minutes."""
+    """Make random weights array by array: `init` compiles all at once, which takes minutes for a large model."""
     shapes = {name: shape for name, shape in config.shapes.items() if name != "layers"}
     shapes["layers"] = [{name: shape[1:] for name, shape in config.shapes["layers"].items()}] * config.layers
     keys = iter(jax.random.split(jax.random.key(0), 20 * (config.layers + 1)))
@@ -207,7 +208,7 @@ def _random_weights(config: ModelConfig, mesh: Mesh, dtype: Any) -> Any:
 
 
 def _scores(engine: Engine, length: int) -> np.ndarray:
-    """After random sequences of so many tokens."""
+    """Logits after random sequences of `length` tokens."""
     engine.read(_tokens(engine.config, engine.options.batch, length))
     return np.asarray(engine.scores)
 
@@ -218,5 +219,5 @@ def _empty(batch: int, length: int, kv_heads: int) -> sa.KVCache:
 
 
 def _check(what: run.Row, error: float, tolerance: float) -> run.Row:
-    """A verdict for the record; raises if the answer is wrong."""
+    """Return the check's row for the record; raise if the answer is wrong."""
     return {**what, "error": run.require(str(what), error, tolerance), "tolerance": tolerance}

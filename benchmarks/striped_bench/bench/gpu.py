@@ -1,11 +1,11 @@
-"""The suites `gpu` and `overlap`: what every device of a ring of GPUs would take, measured on one (see `mock.py` how).
+"""The suites `gpu` and `overlap`: the devices of a ring of GPUs, measured one at a time on one GPU (see `mock.py`).
 
-A case is a ring (devices, tokens, heads), a mask, a kernel, a strategy and a layout. Its `seconds` are those of the
-device with the most tiles, whose program has no transfers left in it; and so long a ring takes if transfers are hidden.
-`hidden` says how many are, in the schedule of the real program, and `planned_...` what the planner's cost model expects
-of transfers: seconds on the interconnect, and how many of them the arithmetic does not hide. Where documents are
-packed, another device may be the busiest at each step of a ring: `critical_path` is how many times the tiles of the
-busiest device all steps together take then. `overlap` says which transfers are hidden, and runs nothing.
+A case is a ring (devices, tokens, heads), a mask, a kernel, a strategy and a layout. Its time is that of the device
+with the most tiles, running a program without transfers. A ring takes as long if all its transfers overlap with
+computation. `hidden` counts the transfers that do in the schedule of the real program. `planned_...` are estimates of
+the planner's cost model: seconds of transfers on the interconnect, and the seconds that computation does not hide. With
+packed documents the busiest device may differ from step to step; `critical_path` is the length of the critical path
+relative to the tiles of the overall busiest device. `overlap` only reports which transfers overlap; it runs nothing.
 """
 
 import concurrent.futures
@@ -43,20 +43,20 @@ from striped_bench.bench.run import Options, Progress, Record, Row, grouped, req
 LAYOUTS = (sa.contiguous(), sa.striped(), sa.zigzag())
 DIM = 128
 OPTIONS = ("members", "lengths", "heads", "masks", "kernels", "strategies", "layouts")  # in the order of a case
-RING = ("members", "length", "heads", "mask")  # what is timed in turns
+RING = ("members", "length", "heads", "mask")  # cases that share these are timed in interleaved rounds
 PLANNED = ("planned_for", "planned_transfer_seconds", "planned_exposed_seconds", "critical_path")
-NEARLY = 0.9  # of the most tiles: the first and the last device are timed too if they have so many
+NEARLY = 0.9  # of the most tiles: from this share on, the first and the last device are timed too
 WIRES = {"NVLink 4 (450 GB/s each way)": 450e9, "InfiniBand NDR (50 GB/s a GPU)": 50e9}
-TOLERANCE = 0.01  # relative, in bfloat16; rounding makes 0.004
-LONGEST = 262_144  # tokens that one GPU is given; it does not get faster with more
+TOLERANCE = 0.01  # relative, in bfloat16; rounding alone gives 0.004
+LONGEST = 262_144  # tokens of the single-GPU reference; more tokens do not make it faster
 BATCHES = 3
-SECONDS = 0.3  # of work in a batch, at least
-LONG = 5.0  # seconds of all programs together, of which one batch will do
-Run = tuple[Row, str, Callable[[], Any], float]  # where its times go, forward or both, what is timed, its FLOPs
+SECONDS = 0.3  # minimum duration of a batch
+LONG = 5.0  # seconds; if all programs together take longer, one batch is enough
+Run = tuple[Row, str, Callable[[], Any], float]  # row for the times, "forward" or "both", what is timed, its FLOPs
 
 
 class Case(NamedTuple):
-    """What is measured, as rows name it."""
+    """A measured configuration; the fields are those of the result rows."""
 
     members: int
     length: int
@@ -72,11 +72,11 @@ class Case(NamedTuple):
         return heads, kv_heads
 
     def small(self) -> "Case":
-        """The same with few tokens, to be checked."""
+        """The same case with few tokens, for the check."""
         return self._replace(length=512 * self.members)
 
     def workload(self) -> Workload:
-        """For the planner, on a device like the one that is here."""
+        """The planner's workload, on a device like this one."""
         device, mask, layout = jax.local_devices()[0], parse_mask(self.mask, self.length), parse_layout(self.layout)
         query, key = (
             jax.ShapeDtypeStruct((1, self.length // self.members, n, DIM), jnp.bfloat16) for n in self.head_counts
@@ -101,10 +101,10 @@ def gpu(options: Options, result: Record) -> Progress:
     yield from result["refused"]
     rows = [row for row in found if "refused" not in row]
     if not rows:
-        raise UsageError(f"Nothing of this can be measured. {result['refused'][0]['refused']}")
+        raise UsageError(f"None of these cases can be measured. {result['refused'][0]['refused']}")
     result["checks"] = list(mock.side_by_side(check, [of_row(row) for row in rows]))
     result["gpu"] = result["checks"][0]["gpu"]
-    yield f"answers checked: {len(result['checks'])} cases, {max(c['worst'] for c in result['checks']):.1e} at most"
+    yield f"answers checked: {len(result['checks'])} cases, at most {max(c['worst'] for c in result['checks']):.1e}"
     result |= {"timed_checks": [], "ideal": [], "members": []}
     for (n,), same in grouped(rows, "members").items():
         for kind, row in mock.results(check_and_measure, n, rows=same):
@@ -129,7 +129,7 @@ def overlap(options: Options, result: Record) -> Progress:
 
 
 def summary(result: Record) -> list[Row]:
-    """The busiest device of every case, against one GPU and against the contiguous layout."""
+    """Compare the busiest device of each case with one GPU and with the contiguous layout."""
     busiest: dict[Case, Row] = {}
     for row in result["members"]:
         case = of_row(row)
@@ -140,7 +140,7 @@ def summary(result: Record) -> list[Row]:
         ideal = next(x for x in result["ideal"] if all(x[name] == row[name] for name in RING))
         times = {kind: row[kind] for kind in ("forward", "both")}
         rates = {kind: row[f"{kind}_flops"] / taken for kind, taken in times.items()}
-        hops = {"hop": row["hop_bytes"], "backward_hop": 3 * row["hop_bytes"]}  # with sums in float32
+        hops = {"hop": row["hop_bytes"], "backward_hop": 3 * row["hop_bytes"]}  # including the float32 gradient sums
         base = busiest.get(case._replace(layout="contiguous()"))
         rows.append(
             {
@@ -158,7 +158,7 @@ def summary(result: Record) -> list[Row]:
 
 
 def plan(cases: list[Case]) -> Iterator[Row]:
-    """Every case once, its strategy settled: which devices to time, what the planner expects; or why it cannot run."""
+    """Yield each distinct case once its strategy is chosen: devices to time and planned times, or why it cannot run."""
     counts: dict[Any, TileCount] = {}
     seen: set[Case] = set()
     for case in cases:
@@ -191,14 +191,14 @@ def plan(cases: list[Case]) -> Iterator[Row]:
 
 
 def transfer_seconds(found: Assessment) -> tuple[float, float]:
-    """How long the transfers of a layer's forward and backward pass are expected to take, hidden or not."""
+    """Planned transfer seconds of a layer's forward and backward pass, whether overlapped or not."""
     both = passes(found.workload, found.chosen, found.tiles, found.needed)
     forward, backward = (float(one.transfer.sum() + one.exposed) for one in both)
     return forward, backward
 
 
 def check(cases: list[Case]) -> Iterator[Row]:
-    """Every case with few tokens, replayed, against one GPU with `xla`; raises if they differ by more than rounding."""
+    """Check small versions of all cases, replayed, against `xla` on one GPU; raise if they differ beyond rounding."""
     truths: dict[Any, Any] = {}
     for case in dict.fromkeys(case.small() for case in cases):
         q, dout, k, v = _random(case.length, *case.head_counts)
@@ -214,7 +214,7 @@ def check(cases: list[Case]) -> Iterator[Row]:
 
 
 def check_and_measure(rows: list[Row]) -> Iterator[tuple[str, Row]]:
-    """All rings of so many devices in one process; every row with the list of the record that it belongs to."""
+    """Check and measure all rings of one size; yield each row with the name of the record's list that it belongs to."""
     for row in check_timed(rows):
         yield "timed_checks", row
     for same in grouped(rows, *RING).values():
@@ -225,7 +225,7 @@ def check_and_measure(rows: list[Row]) -> Iterator[tuple[str, Row]]:
 
 
 def check_timed(rows: list[Row], reference: str = "xla") -> Iterator[Row]:
-    """The programs that will be timed, with few tokens, against those with another kernel; raises if they differ."""
+    """Check small versions of the timed programs against another kernel; raise if they differ."""
     truths: dict[Case, Any] = {}
     for case, rank in dict.fromkeys((of_row(row).small(), row["ranks"][-1]) for row in rows):
         parts = _random(512, *case.head_counts)
@@ -243,7 +243,7 @@ def check_timed(rows: list[Row], reference: str = "xla") -> Iterator[Row]:
 
 
 def _name(case: Case) -> str:
-    return f"{case.layout} on {case.members} members, {case.strategy}, {case.mask}, {case.kernel}"
+    return f"{case.layout} on {case.members} devices, {case.strategy}, {case.mask}, {case.kernel}"
 
 
 def _apart(a: Any, b: Any) -> float:
@@ -252,10 +252,10 @@ def _apart(a: Any, b: Any) -> float:
 
 
 def measure(rows: list[Row]) -> list[Row]:
-    """One GPU with the whole sequence, causal, with cuDNN; then some devices of every case of a ring and a mask."""
+    """Measure one GPU on the whole sequence (causal, cuDNN), then the chosen devices of every case of a ring."""
     first = of_row(rows[0])
     heads, kv_heads = first.head_counts
-    flops = lambda pairs: 4.0 * pairs * heads * DIM  # noqa: E731  forward; backward 2.5 times as many
+    flops = lambda pairs: 4.0 * pairs * heads * DIM  # noqa: E731  forward; the backward pass has 2.5 times as many
     single = min(first.length, LONGEST)
     q, dout, k, v = _random(single, heads, kv_heads)
     alone = jax.jit(functools.partial(cudnn.forward, scale=DIM**-0.5, causal=True))
@@ -269,7 +269,7 @@ def measure(rows: list[Row]) -> list[Row]:
     for row in rows:
         for rank in row["ranks"]:
             member = Member(of_row(row), parts, rank)
-            real = member.lower(member.both) if rank == row["ranks"][0] else None  # the same for every device
+            real = member.lower(member.both) if rank == row["ranks"][0] else None  # the same on every device
             programs.append((row, member, real, member.lower_timed(member.attend), member.lower_timed(member.both)))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         done = [[one and pool.submit(_finish, one) for one in lowered] for _, _, *lowered in programs]
@@ -291,7 +291,7 @@ def _transfers(program: Any) -> list[Transfer]:
 
 
 def _measure(runs: list[Run]) -> None:
-    """Put times, FLOPs and profiles into rows. Runs take turns: a GPU that grows warm and slow is so for everybody."""
+    """Add times, FLOPs and profiles to rows. Runs are interleaved: a GPU that slows down affects all equally."""
     warm = [min(seconds(call) for _ in range(2)) for _, _, call, _ in runs]
     for _ in range(1 if sum(warm) > LONG else BATCHES):
         for (row, kind, call, _), once in zip(runs, warm, strict=True):
@@ -305,7 +305,7 @@ def _measure(runs: list[Run]) -> None:
 
 
 def schedule(members: int, length: int, heads: str) -> Iterator[Row]:
-    """The transfers of the forward and backward pass, compiled for a ring with every layout."""
+    """Compile forward and backward for a ring with each layout, and list the transfers."""
     parts = _random(length // members, *map(int, heads.split(":")))
     for layout in LAYOUTS:
         member = Member(Case(members, length, heads, layout=repr(layout)), parts, rank=0)
@@ -314,11 +314,11 @@ def schedule(members: int, length: int, heads: str) -> Iterator[Row]:
 
 
 class Member:
-    """What one device of a ring runs, attention and attention with its gradients, and its parts of the arguments."""
+    """One device of a ring: its attention, forward and with gradients, and its shards of the arguments."""
 
     def __init__(self, case: Case, parts: list[Any], rank: int) -> None:
         self.case, self.rank, self.layout = case, rank, parse_layout(case.layout)
-        devices = np.roll(np.array(jax.devices()[: case.members]), rank)  # the first, which exists, is number `rank`
+        devices = np.roll(np.array(jax.devices()[: case.members]), rank)  # the first one, the real GPU, becomes `rank`
         self.mesh = Mesh(devices, ("sequence",))
         self.mask = parse_mask(case.mask, case.length).permute(self.layout, case.members)
         mask = jax.tree.map(self._place, self.mask)
@@ -334,11 +334,11 @@ class Member:
         return out, pull(dout)
 
     def lower(self, function: Any) -> Any:
-        """The real program of one of the two, traced."""
+        """Lower the real program of `attend` or `both`."""
         return jax.jit(function).lower(*self.arguments)
 
     def lower_timed(self, function: Any) -> Any:
-        """The same with stand-ins for everything that would be sent."""
+        """Lower the program with local stand-ins for all collectives."""
         with mock.at_home(self.mask, sums=False):
             return self.lower(function)
 

@@ -1,18 +1,18 @@
-"""Mock: one device of a ring of GPUs, on one GPU.
+"""Mock: run one device of a ring of GPUs on a single GPU.
 
-JAX can pretend that there are N GPUs (`jax_mock_gpu_topology`): it compiles the real program for N, and runs the part
-of one device. A transfer then takes no time and brings whatever lay in memory, mostly zeros and NaN, on which a GPU is
-faster. So in the program that is timed a device keeps what it would send (`at_home`):
+JAX can mock a topology of N GPUs (`jax_mock_gpu_topology`): it compiles the real program for N GPUs and runs the part
+of one. Transfers then take no time and return uninitialised memory, mostly zeros and NaN, on which a GPU computes
+faster. So the timed program replaces collectives by local stand-ins that keep what the device would send (`at_home`):
 
     collective                          stand-in
-    ppermute of k and v                 its own, heads in another order
-    ppermute of sums of dk and dv       its own; with `sums` heads in another order, a copy like that of k and v
-    all_to_all                          its own pieces, as if it had received them
-    all_gather of keys or weights       its own, once for every device of the group
-    all_gather of the mask's ranges     the real ones of the group: the amount of work depends on them
-    psum_scatter                        its own part of what it would add to the sum
+    ppermute of k and v                 the device's own k and v, with heads reversed (a copy)
+    ppermute of sums of dk and dv       the device's own sums; with `sums`, a copy with heads reversed as well
+    all_to_all                          the device's own chunks, as if it had received them
+    all_gather of keys or weights       the device's own shard, repeated for every device of the group
+    all_gather of the mask's ranges     the real ranges of the group, because the amount of work depends on them
+    psum_scatter                        the device's shard of its own contribution
 
-Small sums over the ring (loss, norms) are left alone: only the optimiser sees them.
+Small sums over the ring (loss, norms) are kept: only the optimiser uses them.
 """
 
 import concurrent.futures
@@ -36,21 +36,21 @@ from striped_attention.training import memory
 from striped_attention.training.config import TrainConfig
 from striped_bench.bench.workers import Team
 
-PROCESSES = 4  # that check answers at the same time
+PROCESSES = 4  # processes that check answers in parallel
 
 
 class Task:
-    """What a worker of a suite for GPUs holds: the results of a function, made one by one."""
+    """The object in a GPU suite's worker process: an iterator over the results of a function."""
 
     def __init__(
         self, function: Callable[..., Iterable[Any]], mocked: int | None, share: float, options: Any, **_: Any
     ) -> None:
-        if mocked is not None:  # sharded autotuning waits for GPUs that are not there
+        if mocked is not None:  # sharded autotuning would wait for the mocked GPUs
             os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_shard_autotuning=false"
             jax.config.update("jax_mock_gpu_topology", f"{mocked}x1x1")
         memory.reserve(share)
         if (reason := cudnn.unavailable()) is not None:
-            raise UsageError(f"This suite measures cuDNN, at least to compare with. {reason}")
+            raise UsageError(f"This suite needs cuDNN, at least as the baseline. {reason}")
         self._results = iter(function(**options))
 
     def next(self) -> Any:
@@ -63,9 +63,9 @@ def results(
     share: float = TrainConfig.memory,
     **options: Any,
 ) -> Iterator[Any]:
-    """What a function yields in a process of its own, for how many GPUs JAX sees is settled when it starts.
+    """Yield a function's results from a separate process: the number of GPUs that JAX sees is fixed when it starts.
 
-    The process gets this `share` of the GPU's memory.
+    The process gets the fraction `share` of the GPU's memory.
     """
     with Team(Task, [set(usable_cores())], function=function, mocked=mocked, share=share, options=options) as team:
         while (found := team.ask("next")[0]) is not None:
@@ -73,9 +73,9 @@ def results(
 
 
 def side_by_side(function: Callable[..., Iterable[Any]], cases: Sequence[Any], **options: Any) -> Iterator[Any]:
-    """What a function yields for its `cases`, shared out among processes that work at the same time.
+    """Yield a function's results for `cases`, distributed over processes that run in parallel.
 
-    They share the GPU too, so it is for what is checked, not for what is timed.
+    The processes share the GPU, so use this for checks, not for timing.
     """
     count = min(len(cases), PROCESSES)
 
@@ -88,7 +88,7 @@ def side_by_side(function: Callable[..., Iterable[Any]], cases: Sequence[Any], *
 
 @contextlib.contextmanager
 def at_home(mask: Mask | None = None, sums: bool = True) -> Iterator[None]:
-    """Trace programs whose devices keep what they would send; see above. `mask` is the whole one, in layout order."""
+    """Trace programs with stand-ins for collectives (see above). `mask`: of the whole sequence, in layout order."""
 
     def ppermute(x: Any, axis_name: Any, perm: Any) -> Any:
         return lax.rev(x, (2,)) if sums or x.dtype != jnp.float32 else lax.optimization_barrier(x)
@@ -115,11 +115,11 @@ def at_home(mask: Mask | None = None, sums: bool = True) -> Iterator[None]:
         first = lax.axis_index(axis_name) % parts * size
         return lax.dynamic_slice_in_dim(lax.optimization_barrier(x), first, size, scatter_dimension)
 
-    # Barriers, because a compiler that knew what the stand-ins are made of could do with a part of the arithmetic.
+    # The barriers hide the stand-ins' contents: otherwise the compiler could skip part of the arithmetic.
     stand_ins: dict[str, Any] = dict(
         ppermute=ppermute, all_to_all=all_to_all, all_gather=all_gather, psum_scatter=psum_scatter
     )
-    jax.clear_caches()  # before and after: this is no argument that JAX could see
+    jax.clear_caches()  # before and after: the patch is not part of JAX's cache key
     try:
         with unittest.mock.patch.multiple(lax, **stand_ins):
             yield
@@ -128,12 +128,12 @@ def at_home(mask: Mask | None = None, sums: bool = True) -> Iterator[None]:
 
 
 def _groups(axis_name: Any, groups: Any) -> np.ndarray:
-    """The devices that exchange something with each other, a row for each group."""
+    """Groups of devices that exchange data, one group per row."""
     return np.array([range(lax.axis_size(axis_name))] if groups is None else groups, np.int32)
 
 
 def _ranges(mask: Mask | None, own: Any, axis_name: Any, groups: np.ndarray) -> Any:
-    """What gathering the mask's only array, [rows, slots], would bring."""
+    """Return what an all-gather of the mask's only array, [rows, slots], would give."""
     (whole,) = map(np.asarray, jax.tree.leaves(mask))
     group_of = groups[np.argsort(groups.reshape(-1)) // groups.shape[1]]  # by device
     shards = whole.reshape(len(whole), groups.size, -1)
@@ -142,7 +142,7 @@ def _ranges(mask: Mask | None, own: Any, axis_name: Any, groups: np.ndarray) -> 
 
 
 def gpu() -> dict[str, Any]:
-    """The one that exists."""
+    """Describe the real GPU."""
     device = jax.local_devices()[0]
     limit = device.memory_stats()["bytes_limit"]
     return {"name": device.device_kind, "memory_for_jax": limit, "cudnn": cudnn.version()}

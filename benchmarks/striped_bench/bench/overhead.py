@@ -1,15 +1,15 @@
-"""The suite `overhead`: what a training step does besides attention, for one layer of a model and one device's tokens.
+"""The suite `overhead`: the time of a training step by component, for one layer and the tokens of one device.
 
     what          seconds of
     attention     all blocks of the last device of the ring, forward and backward
-    merges        joining the results of its blocks
-    hops          sending keys, values and the sums of their gradients all the way round, between two processes
-    projections   q, k and v: norm, products, rotary positions
-    feed-forward  the rest of a layer: output product, norm, SwiGLU
-    loss          the last norm, the vocabulary's scores and the loss; once per step, not once per layer
+    merges        merging the partial results of its blocks
+    hops          sending keys, values and their gradient sums all the way round, between two processes
+    projections   q, k and v: norm, matrix products, rotary positions
+    feed-forward  the rest of a layer: output projection, norm, SwiGLU
+    loss          final norm, logits and loss; once per step, not once per layer
     permute       tokens, targets and positions to layout order; of the whole sequence, once per step
 
-Each runs by itself on one core, in float32, forward and backward; the stages are those of `striped train`.
+Each component runs on its own on one core, in float32, forward and backward. The stages are those of `striped train`.
 """
 
 import functools
@@ -39,8 +39,8 @@ from striped_bench.bench.workers import Team, check_pinned, pick_cores
 
 CHUNK = 1024  # the default of `striped train`
 TOLERANCE = 1e-4
-SENDS = 3  # keys and values forward, again backward, and the sums of their gradients: as many bytes each, in float32
-ONCE = ("loss", "permute")  # per step; everything else is done in every layer
+SENDS = 3  # keys and values forward, the same backward, and their gradient sums: equal bytes each, in float32
+ONCE = ("loss", "permute")  # once per step; everything else runs once per layer
 Parts = dict[str, Callable[[], Any]]
 
 
@@ -67,7 +67,7 @@ def overhead(options: Options, result: Record) -> Progress:
 
 
 class Layer:
-    """What a process with a core of its own holds: the last device of a ring, and the parts of a layer."""
+    """The object in a process with its own core: the last device of a ring, and the components of a layer."""
 
     def __init__(self, config: model.ModelConfig, layout: Layout, devices: int, length: int, **_: Any) -> None:
         jax.config.update("jax_platforms", "cpu")
@@ -86,7 +86,7 @@ class Layer:
         }
 
     def errors(self) -> dict[str, float]:
-        """Attention at some rows against float64, and the other parts against the same without stages."""
+        """Errors of attention at some rows against float64, and of the other components against unstaged versions."""
         positions = self.case.layout.positions(self.last, self.case.length, self.case.devices)
         rows = problem.sample_rows(len(positions))
         truth = problem.oracle(problem.make_inputs(self.case.length, self.case.shape), rows=np.asarray(positions[rows]))
@@ -105,7 +105,7 @@ class Layer:
 
 
 def make_stages(config: model.ModelConfig, slots: int) -> tuple[Parts, Parts]:
-    """The parts of a layer that see one token at a time, and the loss (`models/llama.py`): staged, and in one go."""
+    """Make the token-wise components of a layer and the loss (`models/llama.py`), staged and unstaged."""
     shapes = {name: shape[1:] for name, shape in config.shapes["layers"].items()}
     shapes |= {name: config.shapes[name] for name in ("norm", "unembedding")}
     random = np.random.default_rng(0)
@@ -129,7 +129,7 @@ def make_stages(config: model.ModelConfig, slots: int) -> tuple[Parts, Parts]:
 
 
 def _staged(function: Any) -> Any:
-    """Forward and backward of a stage on one device, from weights, x and constants."""
+    """Compile forward and backward of a stage on one device, given weights, x and constants."""
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), AXES.everything)
 
     def both(weights: Any, x: Any, constants: Any) -> Any:
@@ -142,16 +142,16 @@ def _staged(function: Any) -> Any:
 
 
 def _both(function: Any, weights: Any, x: Any, constants: Any) -> Any:
-    """The result, and the gradients of weights and x for itself as the cotangent."""
+    """Return the result and the gradients of weights and x, with the result as its own cotangent."""
     out, pull = jax.vjp(lambda weights, x: function(weights, x, constants), weights, x)
     return out, *pull(out)
 
 
 class Wire(Ours):
-    """One of two processes that send each other keys and values."""
+    """One of two processes that exchange keys and values."""
 
     def seconds(self, shape: tuple[int, ...], rounds: int) -> float:
-        """Of one hop of both, the median; raises unless what arrives is what the other has."""
+        """Median seconds of one hop of keys and values; raise if the data received is not what the peer sent."""
         sharding = NamedSharding(self.mesh, self.spec)
         own = np.full(shape, jax.process_index(), np.float32)
         whole = (shape[0], 2 * shape[1], *shape[2:])
@@ -160,5 +160,5 @@ class Wire(Ours):
         send = jax.jit(jax.shard_map(hop, mesh=self.mesh, in_specs=sharding.spec, out_specs=sharding.spec))
         for x in jax.block_until_ready(send(*keys)):
             if not (np.asarray(x.addressable_data(0)) == 1 - jax.process_index()).all():
-                raise RuntimeError("What arrived is not what was sent.")
+                raise RuntimeError("A hop delivered wrong data.")
         return statistics.median(seconds(send, *keys) for _ in range(rounds))

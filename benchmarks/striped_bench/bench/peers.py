@@ -1,9 +1,10 @@
-"""The suite `peers`: speed on the CPU beside what a user could pick today (`contestants.py`), on 2 cores.
+"""The suite `peers`: CPU speed compared with the alternatives available today (`contestants.py`), on 2 cores.
 
-JAX libraries run both ways that JAX offers on a CPU: 2 virtual devices in one process, which share a pool of threads,
-and 2 processes with a core each. Every contestant lives in processes of its own. Each answer is checked first,
-gradients too, and one that is wrong as shipped is timed but called wrong. In every round each contestant wakes up with
-an untimed forward pass and is timed once. Neither compiling nor placing the inputs counts. Takes an idle hour.
+JAX libraries run in both ways that JAX offers on a CPU: on 2 virtual devices of one process, which share a thread pool,
+and on 2 processes with a core each. Each contestant has its own processes. All answers are checked first, gradients
+included; a library whose answers are wrong as shipped is timed, but marked wrong. In each round a contestant runs one
+untimed forward pass to wake up, and is then timed once. Compilation and placing the inputs are not timed. Takes about
+an hour on an idle machine.
 """
 
 import contextlib
@@ -22,12 +23,12 @@ from striped_bench.bench.workers import Team, WorkerError, pick_cores
 
 INSTALL = "pip install 'striped-attention[peers]'"
 PACKAGES = ("torch", "ringattention", "ring-attention-pytorch")
-MULTIPLE = 1024  # of lengths, which 2 devices can share in chunks of 512
+MULTIPLE = 1024  # lengths must be multiples of it: 2 devices, chunks of 512
 JAX_PEERS = ("ringattention", "plain-jax")
 
 
 class Entry:
-    """A contestant: how to start it, and `row`, which says what became of it and goes into the record."""
+    """A contestant: how to start it, and `row`, its status and results for the record."""
 
     def __init__(
         self, name: str, family: str, kind: type, package: str = "jax", ranks: int = 1, **options: Any
@@ -39,7 +40,7 @@ class Entry:
         self.row |= {"peak_bytes_by_rank": None, "cores_used_while_idle_by_rank": None}
 
     def start(self, cores: list[int]) -> None:
-        """Start its processes, or say why there are none."""
+        """Start the contestant's processes, or record why they do not start."""
         try:
             own = [set(cores)] if self.row["ranks"] == 1 else [{core} for core in cores]
             self.team = Team(self.kind, own, **self.options)
@@ -51,7 +52,7 @@ class Entry:
         return self.team is None or "failed" in self.row["lengths"].get(length, {})
 
     def ask(self, length: int, method: str, *arguments: Any) -> list[Any] | None:
-        """The team's answers; None if it has failed at this length, which is then on record."""
+        """Return the team's answers, or None if it fails at this length; a failure is recorded."""
         try:
             return None if self.team is None or self.failed(length) else self.team.ask(method, *arguments)
         except WorkerError as error:
@@ -63,7 +64,7 @@ class Entry:
         say(f"{length:,} tokens, {self.row['name']}: {message}")
 
     def check(self, length: int, truth: problem.Answer) -> None:
-        """Compare its answer with the true one. One of ours that is wrong ends the suite."""
+        """Compare the contestant's answer with the reference. A wrong answer of this library raises."""
         answers, row = self.ask(length, "check"), self.row
         if answers is not None:
             judge = functools.partial(problem.check, what=row["name"]) if row["family"] == "ours" else problem.judge
@@ -73,11 +74,11 @@ class Entry:
             say(f"{length:,} tokens, {row['name']}: {row['status']}, errors {row['checks'][-1]['errors']}")
 
     def sample(self, length: int) -> dict[str, float]:
-        """Seconds of each kind; nothing if it fails."""
-        self.ask(length, "run", problem.KINDS[0])  # untimed: its processes have slept while the others ran
+        """Measure seconds by kind; kinds that fail are missing."""
+        self.ask(length, "run", problem.KINDS[0])  # untimed: the processes slept while the others ran
         found = {}
         for kind in problem.KINDS:
-            time.sleep(0.02)  # threads of the one before spin for some milliseconds before they sleep
+            time.sleep(0.02)  # threads of the previous contestant spin for some milliseconds before they sleep
             if (answers := self.ask(length, "run", kind)) is not None:
                 found[kind] = max(answers)
         return found
@@ -107,7 +108,7 @@ def peers(options: Options, result: Record) -> Progress:
         raise UsageError(f"--lengths must be multiples of {MULTIPLE} for this suite; got {wrong[0]}.")
     field = [entry for entry in entries() if entry.row["family"] in {"ours", *options["peers"]}]
     if missing := sorted({e.row["family"] for e in field if importlib.util.find_spec(e.package) is None}):
-        raise UsageError(f"--peers {' '.join(missing)}: not installed. {INSTALL}, or choose others.")
+        raise UsageError(f"--peers {' '.join(missing)}: not installed. {INSTALL}, or choose other peers.")
     result["configuration"] |= {**problem.CPU.configuration(), "mask": "causal", "devices": contestants.DEVICES}
     result["versions"] |= {package: record.version(package) for package in PACKAGES}
     result |= {"contestants": [entry.row for entry in field], "fastest_jax_peer": {}}
@@ -133,12 +134,12 @@ def peers(options: Options, result: Record) -> Progress:
 
 
 def compete(field: list[Entry], length: int, rounds: int) -> None:
-    """All checks and measurements of one length."""
-    # Plain attention writes float32 scores out: 6 arrays of them (seen: 5.7 at 4096 tokens, backward).
+    """Run all checks and measurements at one length."""
+    # Plain attention materialises float32 scores: 6 arrays (measured: 5.7 in the backward pass at 4096 tokens).
     need, have = 6 * 4 * problem.CPU.heads * length * length, record.available_memory()
     for entry in field:
         if entry.kind is contestants.PlainJax and need > have:
-            entry.fail(length, f"out of memory: its scores need {need / 1e9:.0f} GB, {have / 1e9:.0f} GB are free")
+            entry.fail(length, f"out of memory: the scores need {need / 1e9:.0f} GB, {have / 1e9:.0f} GB are free")
         entry.ask(length, "prepare", length)
     truth = problem.oracle(problem.make_inputs(length))
     for entry in field:
@@ -159,7 +160,7 @@ def compete(field: list[Entry], length: int, rounds: int) -> None:
 
 
 def fastest(field: list[Entry], length: int, kind: str) -> Row | None:
-    """Of the JAX peers that are right."""
+    """Return the fastest JAX peer whose answers are right."""
     able = [entry.row for entry in field if entry.row["family"] in JAX_PEERS and entry.row["status"] == "right"]
     timed = [(row["lengths"][length][kind], row["name"]) for row in able if kind in row["lengths"].get(length, {})]
     best = min(timed, key=lambda found: found[0]["median_seconds"], default=None)

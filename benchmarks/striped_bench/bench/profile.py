@@ -1,4 +1,4 @@
-"""Profile: where the time of a program on a GPU goes, by kind of kernel."""
+"""Profile: break the time of a GPU program down by kind of kernel."""
 
 import pathlib
 import re
@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-# The first kind whose pattern a kernel's name contains counts. The second of cuDNN's patterns are its helpers backward:
-# out · dout before the products, and rounding dq and adding up the query heads of a key head after them.
+# A kernel belongs to the first kind whose pattern occurs in its name. `cudnn::fusion`: cuDNN's helper kernels of the
+# backward pass, for out · dout before the products, and for rounding dq and summing over grouped query heads after.
 KINDS = (
     ("attention, forward", r"sdpa.*fprop|hopper_forward"),
     ("attention, backward", r"sdpa.*bprop|cudnn::fusion|hopper_(query_grads|key_grads|gradients)"),
@@ -17,11 +17,11 @@ KINDS = (
     ("copies", r"(?i)memcpy|memset"),
     ("merges, sums and slices", r""),
 )
-Event = tuple[str, float, float]  # the name of a kernel that ran, its start and duration in nanoseconds
+Event = tuple[str, float, float]  # kernel name, start and duration in nanoseconds
 
 
 def where(function: Callable[[], Any]) -> dict[str, float]:
-    """Seconds of a call by kind of kernel, and those in which none ran. The function should be warm."""
+    """Profile one call: seconds by kind of kernel, and seconds in which none ran. Warm up `function` first."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(function())
@@ -30,7 +30,7 @@ def where(function: Callable[[], Any]) -> dict[str, float]:
 
 
 def by_kind(events: Iterable[Event]) -> dict[str, float]:
-    """Seconds of each kind, and "nothing": from the first start to the last end, less whatever ran."""
+    """Sum the seconds of each kind; "nothing" is the idle time between the first start and the last end."""
     events = sorted(events, key=lambda event: event[1])
     seconds = dict.fromkeys([*(kind for kind, _ in KINDS), "nothing"], 0.0)
     end = events[0][1] if events else 0.0
@@ -42,7 +42,7 @@ def by_kind(events: Iterable[Event]) -> dict[str, float]:
 
 
 def _events(trace: pathlib.Path) -> list[Event]:
-    """Everything that ran on the GPU's streams."""
+    """Read all events on the GPU's streams."""
     planes = jax.profiler.ProfileData.from_file(str(trace)).planes
     lines = [line for plane in planes if plane.name.startswith("/device:GPU") for line in plane.lines]
     return [(e.name, e.start_ns, e.duration_ns) for line in lines if "Stream" in line.name for e in line.events]

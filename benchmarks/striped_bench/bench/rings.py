@@ -1,10 +1,11 @@
 """The suites `layouts`, `tiles`, `masks` and `scale`: rings of many devices by their critical path (`blocks.py`).
 
-layouts   contiguous, striped and zigzag over lengths and devices; two devices also as two processes on the clock
-tiles     the side of the kernel's tiles; `tiles` × tile² over `pairs` is the work that is done over the work there is
-masks     windows, packed documents, prefixes; `imbalance` is the critical path over what the mean device computes
-scale     long sequences and large models: attention measured on CPU cores, and planned beside it (hardware `cpu`), so
-          that one sees how far to trust the plan; whole training steps planned for machines that are not here
+layouts   contiguous, striped and zigzag over lengths and devices; for two devices also the wall-clock time of two
+          processes
+tiles     side length of the kernel's tiles; `tiles` × tile² / `pairs` is the computed work over the necessary work
+masks     windows, packed documents, prefixes; `imbalance` is the critical path over the time of the mean device
+scale     long sequences and large models: attention measured on CPU cores, with the plan for the same (hardware `cpu`)
+          as a check of the planner; whole training steps planned for other hardware
 """
 
 import dataclasses
@@ -24,13 +25,13 @@ from striped_bench.bench.contestants import DEVICES, Ours
 from striped_bench.bench.run import Options, Progress, Record, Row, interleaved, keep, paired_ratio, tabulate
 from striped_bench.bench.workers import Team, check_pinned, pick_cores
 
-# One layer with the attention that `scale` measures; a plan wants to know the rest too, and it is not looked at.
+# One layer with the attention that `scale` measures. The other sizes are needed for a plan, but not used.
 CPU = problem.CPU
 LAYER = dataclasses.replace(PRESETS["debug"], layers=1, dim=CPU.heads * CPU.dim, heads=CPU.heads, kv_heads=CPU.kv_heads)
-MEMBERS = 8  # of the rings that `scale` measures
+MEMBERS = 8  # devices of the rings that `scale` measures
 WALL = (
     "Wall-clock: two processes, each pinned to a core, connected by jax.distributed; a run lasts until the slower one "
-    "is ready. Medians of interleaved rounds; over_contiguous is the median of the rounds' ratios."
+    "is done. Medians of interleaved rounds; over_contiguous is the median of the ratios per round."
 )
 RING = ("devices", "length", "layout")
 
@@ -56,7 +57,7 @@ def layouts(options: Options, result: Record) -> Progress:
 
 
 class AllLayouts:
-    """This library with every layout, in one process of the two on the clock."""
+    """This library with every layout, in one of the two processes of the wall-clock runs."""
 
     def __init__(self, layouts: list[Layout], **place: Any) -> None:
         self.layouts = {layout: Ours(layout=layout, **place) for layout in layouts}
@@ -71,7 +72,7 @@ class AllLayouts:
 
 
 def wall(layouts: list[Layout], lengths: Iterable[int], rounds: int, checks: list[Row]) -> Iterator[Row]:
-    """A row for every length and layout on two processes, once its answers are checked."""
+    """Check and time every length and layout on two processes; yield a row for each."""
     with Team(AllLayouts, [{core} for core in pick_cores(DEVICES)], layouts=layouts) as team:
         for length in lengths:
             team.ask("prepare", length)
@@ -92,7 +93,7 @@ def wall(layouts: list[Layout], lengths: Iterable[int], rounds: int, checks: lis
 
 
 def _row(found: blocks.Path) -> Row:
-    """What the rows of all suites have."""
+    """Fields that the rows of all suites share."""
     ring = {"devices": found.case.devices, "length": found.case.length, "layout": repr(found.case.layout)}
     return {**ring, "forward": found.forward, "both": found.both, "bound": found.case.bound()}
 
@@ -118,7 +119,7 @@ def masks(options: Options, result: Record) -> Progress:
 
 
 def _sweep(options: Options, result: Record, tiles: Iterable[int | None], more: Callable[..., Row]) -> Progress:
-    """Rows for every mask, ring and tile, with what `more` adds to them."""
+    """Measure every mask, ring and tile; `more` returns further fields of a row."""
     made = {(m, n): parse_mask(m, n) for m, n in itertools.product(options["masks"], options["lengths"])}
     platform, shape = options["platform"], problem.SHAPES[options["platform"]]
     result["configuration"] |= shape.configuration()
@@ -136,7 +137,7 @@ def _sweep(options: Options, result: Record, tiles: Iterable[int | None], more: 
 
 
 def with_contiguous(options: Options) -> list[Layout]:
-    """The layouts of a suite, and first the one that they are compared with."""
+    """Return the layouts of a suite, starting with contiguous, the baseline."""
     return list(dict.fromkeys([sa.contiguous(), *parse_layouts(options["layouts"])]))
 
 
@@ -161,7 +162,7 @@ def scale(options: Options, result: Record) -> Progress:
 
 
 def _attention(length: int, seconds: dict[Layout, float], measured: bool) -> Iterator[Row]:
-    """Rows of one layer's attention on CPUs."""
+    """Yield rows for the attention of one layer on CPUs."""
     ring = {"preset": f"attention, {CPU.heads} heads × {CPU.dim}", "length": length}
     for layout, taken in seconds.items():
         row = {**ring, "devices": MEMBERS, "hardware": "cpu", "layout": repr(layout), "measured": measured}
@@ -169,7 +170,7 @@ def _attention(length: int, seconds: dict[Layout, float], measured: bool) -> Ite
 
 
 def _steps(hardware: str, preset: str, devices: int, length: int, layouts: list[Layout]) -> Iterator[Row]:
-    """Rows of whole training steps on a machine that is not here."""
+    """Yield rows for planned training steps on other hardware."""
     found = sa.plan(devices, length, hardware=hardware, model=preset, layouts=layouts)
     ring = {"preset": preset, "length": length, "devices": devices, "hardware": hardware}
     for choice in found.choices:

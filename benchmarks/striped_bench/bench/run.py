@@ -1,8 +1,8 @@
-"""Run: what all suites share.
+"""Run: helpers shared by all suites.
 
-A suite is a generator function, named as on the command line. It gets its options and the record of the run, fills the
-record in, and yields what to print: every row as soon as it is there, and a table at the end. Whenever it yields, the
-record is written down: what there is is safe while the next row is measured.
+A suite is a generator function with the name used on the command line. It receives its options and the record of the
+run, fills in the record, and yields what to print: each row once it is measured, and a table at the end. The record is
+saved at every yield, so finished rows are safe while the next one is measured.
 """
 
 import importlib
@@ -41,7 +41,7 @@ def run(config: BenchConfig) -> None:
 
 
 def _check_writable(path: pathlib.Path) -> None:
-    """Raise now rather than after hours of measuring."""
+    """Raise before hours of measuring if the output cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         existed = path.exists()
@@ -53,12 +53,12 @@ def _check_writable(path: pathlib.Path) -> None:
 
 
 def say(what: Any) -> None:
-    width = None if sys.stdout.isatty() else 160  # a table in a file need not fit a terminal
+    width = None if sys.stdout.isatty() else 160  # a table that goes to a file need not fit a terminal
     rich.console.Console(highlight=False, soft_wrap=True, width=width).print(what)
 
 
 def tabulate(rows: Iterable[Row], *names: str) -> rich.table.Table:
-    """A table of these fields of rows; of a field with a number for each kind that of forward and backward."""
+    """Make a table of these fields; if a field has a value per kind, show that of "both"."""
     table = rich.table.Table(*(name.replace("_", " ") for name in names))
     for row in rows:
         table.add_row(*(_cell(row.get(name)) for name in names))
@@ -66,7 +66,7 @@ def tabulate(rows: Iterable[Row], *names: str) -> rich.table.Table:
 
 
 def _cell(value: Any) -> str:
-    """A field, in a few characters; nothing if it is too long for that."""
+    """Format a field for a table; lists become empty."""
     if isinstance(value, dict):
         value = value.get("both")
     if isinstance(value, list) or value is None:
@@ -75,14 +75,14 @@ def _cell(value: Any) -> str:
 
 
 def require(what: str, error: float, tolerance: float) -> float:
-    """The error of an answer; raises if it is more than rounding. NaN is."""
+    """Return `error`; raise if it exceeds the tolerance or is NaN."""
     if not error <= tolerance:
-        raise RuntimeError(f"{what} is wrong by {error:.1e}, more than {tolerance:g}. So it is not timed.")
+        raise RuntimeError(f"{what} is wrong by {error:.1e}, more than {tolerance:g}. It is not timed.")
     return error
 
 
 def seconds(function: Callable[..., Any], *arguments: Any, times: int = 1) -> float:
-    """Of one call, until its result is there. Several are queued, so that on a GPU the host does not count."""
+    """Seconds per call until the result is ready. `times` calls are queued, so a GPU does not wait for the host."""
     begun = time.perf_counter()
     for _ in range(times):
         result = function(*arguments)
@@ -91,14 +91,14 @@ def seconds(function: Callable[..., Any], *arguments: Any, times: int = 1) -> fl
 
 
 def keep(rows: list[Row], new: Iterable[Row]) -> Iterator[Row]:
-    """Put rows down as they come."""
+    """Append rows to `rows` and pass them on."""
     for row in new:
         rows.append(row)
         yield row
 
 
 def interleaved(names: Sequence[Any], rounds: int, sample: Callable[[Any], Any]) -> dict[Any, list[Any]]:
-    """Samples of everything, in turns, in a new order every round: a machine that slows down slows all of them."""
+    """Sample all names in rounds, each in a new random order, so that a machine that slows down affects all equally."""
     found: dict[Any, list[Any]] = {name: [] for name in names}
     generator = random.Random(0)
     for turn in range(rounds):
@@ -109,7 +109,7 @@ def interleaved(names: Sequence[Any], rounds: int, sample: Callable[[Any], Any])
 
 
 def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
-    """Rows by what they have in these fields."""
+    """Group rows by the values of these fields."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(tuple(row[name] for name in names), []).append(row)
@@ -117,5 +117,5 @@ def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]
 
 
 def paired_ratio(a: Sequence[float], b: Sequence[float]) -> float:
-    """How many times b fits into a: the median over rounds, which is steadier than the quotient of two medians."""
+    """Median over rounds of a / b, which is more stable than the ratio of the two medians."""
     return statistics.median(x / y for x, y in zip(a, b, strict=True))

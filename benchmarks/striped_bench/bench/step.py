@@ -1,13 +1,16 @@
-"""The suite `step`: a whole training step of one member of a ring of GPUs, measured on one (see `mock.py` how).
+"""The suite `step`: a whole training step of one device of a ring of GPUs, measured on one GPU (see `mock.py`).
 
-The step is that of `striped train`, optimiser included, in bfloat16, by kernel, strategy and layout, settled for the
-memory of the GPU; rows say what became of the strategy `auto`, remat and chunk. Rows are the last member, which has the
-most to do where tokens are contiguous and the mask is causal, with each layout; with other layouts also the first
-member; and the step *without attention*, so that the difference is what attention takes. Memory and transfers are those
-of the real program, which takes as long as the timed one and whatever transfers take that are not hidden: `hidden`
-counts the ring's that are, `wire_bytes` is all that a member sends, and `planned_transfer_seconds` how long the planner
-expects that to take. The check is a step on one GPU, each kernel against `xla`, and attention by every strategy, as in
-the suite `gpu`.
+The step is that of `striped train`, optimiser included, in bfloat16, by kernel, strategy and layout. Its settings are
+chosen for the memory of the GPU; rows report the chosen strategy (for `auto`), remat and chunk. There are rows for
+
+    the last device, with each layout   the busiest one with contiguous tokens and a causal mask
+    the first device                    with layouts other than contiguous
+    a step *without attention*          the difference is the time of attention
+
+Memory and transfers are those of the real program, which takes as long as the timed one plus the transfers that do not
+overlap with computation. `hidden` counts the ring's transfers that do, `wire_bytes` are all bytes that a device sends,
+and `planned_transfer_seconds` is the planner's estimate for them. The checks compare a step on one GPU, each kernel
+against `xla`, and attention with every strategy, as in the suite `gpu`.
 """
 
 import dataclasses
@@ -46,9 +49,9 @@ from striped_bench.bench.run import Options, Progress, Record, Row, grouped, kee
 
 RING = ("preset", "length", "members", "kernel", "text")
 SAMPLES = 3
-LONG = 2.0  # seconds of a step of which one sample will do
+LONG = 2.0  # seconds; a longer step is sampled once
 TOLERANCE = 2e-2  # of loss and gradient norm, between kernels in bfloat16
-WEIGHT_TOLERANCE = 0.1  # of a weight's gradient: rounding makes 0.01, a wrong mask 0.3 to 0.8, yet of the loss 0.0001
+WEIGHT_TOLERANCE = 0.1  # of a weight's gradient: rounding gives 0.01, a wrong mask 0.3 to 0.8 (in the loss 0.0001)
 
 
 def step(options: Options, result: Record) -> Progress:
@@ -56,7 +59,7 @@ def step(options: Options, result: Record) -> Progress:
     result["checks"] = list(mock.results(check, **{name: options[name] for name in options if name != "chunk"}))
     result["gpu"] = result["checks"][0]["gpu"]
     result["steps"] = []
-    yield f"answers checked: steps on one GPU, and strategies, {max(c['worst'] for c in result['checks']):.1e} at most"
+    yield f"answers checked: steps on one GPU, strategies; errors up to {max(c['worst'] for c in result['checks']):.1e}"
     shared = {name: options[name] for name in ("chunk", "strategies", "layouts", "text")}
     asked = (options[name] for name in ("presets", "lengths", "members", "kernels"))
     for preset, length, members, kernel in itertools.product(*asked):
@@ -71,15 +74,15 @@ def step(options: Options, result: Record) -> Progress:
 
 
 class Case(NamedTuple):
-    """A model, a sequence and a ring; `devices` are those of the ring, not all of which need to exist.
+    """A model, a sequence length and a ring. `devices` are those of the ring; not all of them need to exist.
 
-    A step may use `room` bytes of a device, by default as many as a run plans with on such devices.
+    A step may use `room` bytes of a device; None means what a training run plans with on such devices.
     """
 
     preset: str
     length: int
     members: int
-    chunk: int | str  # or "auto", what training takes
+    chunk: int | str  # tokens, or "auto": what training chooses
     kernel: str
     devices: list[Any]
     strategies: Sequence[str] = ("ring",)
@@ -92,27 +95,27 @@ class Case(NamedTuple):
         return self.text == "documents"
 
     def asked(self, layout: str, strategy: str = "ring") -> TrainConfig:
-        """The options of training that this comes to."""
+        """Return the corresponding options of `striped train`."""
         options: dict[str, Any] = dict(preset=self.preset, sequence_length=self.length, **layout_options(layout))
         chunk = self.chunk if isinstance(self.chunk, int) else None
         return TrainConfig(**options, chunk=chunk, kernel=self.kernel, strategy=strategy)
 
     def program(self, layout: str, rank: int, attend: Any = None, strategy: str = "ring") -> Program:
-        """The training step with the first device as the member `rank`."""
+        """Make the training step with the first device as rank `rank`."""
         mesh = Mesh(np.roll(np.array(self.devices), rank).reshape(1, self.members), AXES.everything)
         device, sizes = self.devices[0], {str(axis): size for axis, size in mesh.shape.items()}
         where = (sizes, self.documents, device.platform, device.device_kind, self.room)
         return Program(settle(self.asked(layout, strategy), *where), mesh, attend, documents=self.documents)
 
     def real(self, layout: str, rank: int, strategy: str) -> tuple[TrainConfig, dict[str, Any]]:
-        """The options that fit, as training finds them by compiling, and what is known of the whole program."""
+        """Return the settings that fit, found by compiling as in training, and facts about the real program."""
         program = self.program(layout, rank, strategy=strategy)
         if self.room is not None:
             program = memory.fitting(program, self.asked(layout, strategy), self.room, print)
         return program.config, _real(program)
 
     def rates(self, taken: float, attention: bool) -> dict[str, float | None]:
-        """What a member does a second, and how much of that is useful work, against its device's best."""
+        """Return tokens per second per GPU, and MFU."""
         model = PRESETS[self.preset]
         flops = matrix_flops(model, self.length)
         if attention:
@@ -124,24 +127,24 @@ class Case(NamedTuple):
 
 
 def layout_options(layout: str) -> dict[str, Any]:
-    """The options of `striped train` for a layout; stripes without a width are as wide as training makes them."""
+    """Return the options of `striped train` for a layout; without a stripe width, training chooses it."""
     name, _, stripe = layout.strip(" )").partition("(")
     return {"layout": name, "stripe": int(stripe) if stripe else None}
 
 
 def without_attention(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    """In place of attention: no work, but gradients for q, k and v, which differ, else the compiler would save one."""
+    """Stand-in for attention without its work. The gradients of q, k and v differ, or the compiler would merge them."""
     return q + jnp.repeat(k / 2 + v / 4, q.shape[2] // k.shape[2], axis=2)
 
 
 def measure(preset: str, length: int, members: int, chunk: int | str, kernel: str, **more: Any) -> Iterator[Row]:
-    """The rows of a ring of GPUs."""
+    """Measure one ring of GPUs; yield its rows."""
     room = float(mock.gpu()["memory_for_jax"])
     return measure_case(Case(preset, length, members, chunk, kernel, jax.devices(), room=room, **more))
 
 
 def measure_case(case: Case) -> Iterator[Row]:
-    """Rows, in the order of how much they are worth if there is no time for all."""
+    """Yield rows, the most useful ones first in case time runs out."""
     last, others = case.members - 1, [layout for layout in case.layouts if layout != "contiguous"]
     parts = [(layout, last, True) for layout in case.layouts]
     parts += [(case.layouts[-1], last, False), *((layout, 0, True) for layout in others)]
@@ -150,7 +153,7 @@ def measure_case(case: Case) -> Iterator[Row]:
     done = set()
     for (layout, rank, attention), asked in itertools.product(parts, case.strategies):
         program = case.program(layout, rank, None if attention else without_attention, asked)
-        strategy = program.config.strategy  # settled
+        strategy = program.config.strategy  # "auto" is resolved
         if (part := (layout, rank, attention and strategy)) in done:
             continue
         done.add(part)
@@ -174,7 +177,7 @@ def measure_case(case: Case) -> Iterator[Row]:
 
 
 def _real(program: Program) -> dict[str, Any]:
-    """What the program says that is not timed: the memory it needs, and its transfers around the ring."""
+    """Return what is known without timing: the memory that the program needs, and its transfers."""
     compiled = program.compiled
     stats = compiled.memory_analysis()
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
@@ -190,7 +193,7 @@ def _real(program: Program) -> dict[str, Any]:
 
 
 def _planned(program: Program, weights: int) -> dict[str, Any]:
-    """How long a step's transfers are expected to take, hidden or not; `weights` are bytes of weights and gradients."""
+    """Plan the seconds of a step's transfers, overlapped or not; `weights` are bytes of weights and their gradients."""
     config, compute, device = program.config, program.compute, program.mesh.devices.flat[0]
     hardware = hardware_of(device.platform, device.device_kind)
     mask = packed(compute.length) if program.documents else causal()
@@ -207,14 +210,14 @@ def _planned(program: Program, weights: int) -> dict[str, Any]:
 
 
 def _fresh(program: Program) -> Callable[[], Any]:
-    """What makes the state before the first step. Compiled once: JAX forgets what it compiled for stand-ins."""
+    """Return a function that makes the initial state. Compiled once, because the stand-ins clear JAX's caches."""
     key = jax.random.key(program.config.seed)
     make = program.fresh.lower(key).compile()
     return lambda: make(key)
 
 
 def timed(program: Program, fresh: Callable[[], Any]) -> dict[str, Any]:
-    """A step with stand-ins, from a fresh state: its seconds, and the most memory that this process has used so far."""
+    """Time a step with stand-ins for collectives, from a fresh state; also return the peak memory of this process."""
     begun, batch = time.perf_counter(), _batch(program)
     with mock.at_home(_mask(program, batch)):
         compiled = program.compiled
@@ -226,7 +229,7 @@ def timed(program: Program, fresh: Callable[[], Any]) -> dict[str, Any]:
 
 
 def sample(once: Callable[[], float]) -> dict[str, Any]:
-    """The median of some samples after one to warm up, or only one sample if it is long."""
+    """Return the median of several samples after a warm-up, or a single sample if it is long."""
     warm_up, *samples = once(), once()
     if samples[0] < LONG:
         samples += [once() for _ in range(SAMPLES - 1)]
@@ -234,7 +237,7 @@ def sample(once: Callable[[], float]) -> dict[str, Any]:
 
 
 def _batch(program: Program) -> data.Batch:
-    """Random tokens: a step takes as long with them as with any others. Documents are as long as in `striped plan`."""
+    """Make a batch of random tokens, which do not affect the time; documents are as long as in `striped plan`."""
     config, length = program.config, program.config.sequence_length
     tokens = np.random.default_rng(0).integers(1, config.model.vocabulary, length + 1, np.int32)
     if program.documents:
@@ -245,13 +248,13 @@ def _batch(program: Program) -> data.Batch:
 
 
 def _mask(program: Program, batch: data.Batch) -> Mask:
-    """Of the whole sequence, in layout order."""
+    """Return the mask of the whole sequence, in layout order."""
     compute, mask = program.compute, sa.documents(batch.segments) if program.documents else causal()
     return mask.permute(compute.layout, compute.devices)
 
 
 def summary(rows: list[Row]) -> Iterator[Row]:
-    """The busiest member of every ring and layout. `bound` is what striping can be worth, `step_bound` in this step."""
+    """Yield the busiest device by ring and layout. `bound`, `step_bound`: best speed-up of attention, of the step."""
     for (_, _, members, *_), ring in grouped(rows, *RING).items():
         outside = next((row["seconds"] for row in ring if row["fits"] and not row["attention"]), None)
         layouts = grouped((row for row in ring if row["attention"]), "strategy", "layout")
@@ -278,7 +281,7 @@ def check(
     layouts: list[str],
     text: str,
 ) -> Iterator[Row]:
-    """The kernels can do all that is asked and give right answers on one GPU, and attention by every strategy does."""
+    """Check that the kernels support all cases and compute a step correctly on one GPU, as does every strategy."""
     documents, platform, kind = text == "documents", jax.default_backend(), jax.local_devices()[0].device_kind
     room = memory.available(TrainConfig.memory)
     cases = []
@@ -302,18 +305,18 @@ def check(
 
 
 def answers(kernel: str, documents: bool = False) -> dict[str, Any]:
-    """Of one step of a small model on one device: loss, norm of the gradient, and gradients up to a factor."""
+    """Run one step of a small model on one device: loss, gradient norm, and gradients up to a factor."""
     config = TrainConfig(preset="debug", dim=256, heads=4, kv_heads=2, sequence_length=1024, kernel=kernel)
     mesh = Mesh(np.array(jax.local_devices()[:1]).reshape(1, 1), AXES.everything)
     program = Program(config, mesh, documents=documents)
     state, metrics = program.compiled(program.fresh_state(), program.place(_batch(program)))
-    moments = optax.tree.get(state.optimiser, "mu")  # AdamW's first is a tenth of the clipped gradient
+    moments = optax.tree.get(state.optimiser, "mu")  # AdamW's first moment is a tenth of the clipped gradient
     named = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(moments)}
     return {name: float(metrics[name]) for name in ("loss", "gradient_norm")} | {"gradients": named}
 
 
 def compare(found: dict[str, Any], truth: dict[str, Any], kernel: str) -> dict[str, Any]:
-    """How far two answers are from each other; raises if it is more than rounding."""
+    """Compare two answers; raise if they differ by more than the tolerance."""
     apart = {name: abs(found[name] / truth[name] - 1) for name in ("loss", "gradient_norm")}
     for name, x in truth["gradients"].items():
         apart[name] = float(np.linalg.norm(found["gradients"][name] - x) / np.linalg.norm(x))

@@ -1,8 +1,8 @@
-"""A plain PyTorch trainer, to compare with: what one would write in an afternoon with torch's own best parts.
+"""A plain PyTorch trainer as a baseline: a straightforward trainer from PyTorch's best building blocks.
 
-A LLaMA in float32 under autocast, compiled; SDPA for whole texts, FlexAttention with a block mask for packed documents
-(on CPUs, where that has no backward pass, SDPA with a dense mask); fused AdamW. Nothing is computed twice, unless
-`recompute` asks for the backward pass to compute each layer again. Parameters are named as Hugging Face names them.
+LLaMA in float32 under autocast, compiled; SDPA for whole sequences, FlexAttention with a block mask for packed
+documents (on CPUs, where FlexAttention has no backward pass, SDPA with a dense mask); fused AdamW. No activations are
+recomputed, unless `recompute` checkpoints every layer. Parameters have their Hugging Face names.
 """
 
 import functools
@@ -113,7 +113,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class Trainer:
-    """A model with its optimizer. `rates` are the learning rates of all steps."""
+    """A model with its optimiser. `rates` are the learning rates of all steps."""
 
     def __init__(
         self, config: ModelConfig, weights: pathlib.Path, rates: list[float], bfloat16: bool, recompute: bool = False
@@ -136,7 +136,7 @@ class Trainer:
         self.block_mask: Any = torch.compile(create_block_mask) if cuda else create_block_mask
 
     def mask(self, segments: torch.Tensor | None) -> Any:
-        """None for whole texts."""
+        """Make the mask of packed documents; None for whole sequences."""
         if segments is None:
             return None
         length = segments.shape[1]
@@ -150,7 +150,7 @@ class Trainer:
         return self.block_mask(visible, segments.shape[0], None, length, length, device=self.device)
 
     def step(self, batch: tuple[np.ndarray, ...], documents: bool) -> float:
-        """Train on tokens, targets, loss weights and segments; the loss before the update."""
+        """Train on tokens, targets, loss weights and segments; return the loss before the update."""
         tokens, targets, weights, segments = (torch.from_numpy(np.asarray(x)).to(self.device) for x in batch)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rates[self.done]

@@ -1,11 +1,12 @@
 """The suite `trainers`: `striped train` with its defaults against a plain PyTorch trainer, on one device.
 
-Both start from equal weights and see the same batches. The answer is checked first: over the first steps their losses
-must agree. Then steps are timed, batches and optimizer included. One after the other, each in a process of its own, for
-each wants most of a GPU's memory. A CPU is for small presets, in float32.
+Both start from the same weights and see the same batches. First the losses of the first steps must agree. Then steps
+are timed, data loading and optimiser included. The trainers run one after the other in separate processes, since each
+needs most of a GPU's memory. On a CPU, use small presets; they run in float32.
 
-Our row is written down before torch starts. If torch runs out of memory, it runs again and recomputes every layer in
-the backward pass (`recompute`); if that does not fit either, its row says `fits: false`, and nobody checks ours.
+The row of striped train is saved before PyTorch starts. If PyTorch runs out of memory, it runs again with every layer
+recomputed in the backward pass (`recompute`). If that does not fit either, its row has `fits: false`, and the losses of
+striped train are not checked.
 """
 
 import itertools
@@ -55,7 +56,7 @@ def trainers(options: Options, result: Record) -> Progress:
 
 
 def compare(preset: str, length: int, text: str, rounds: int) -> Iterator[Row]:
-    """The row of ours, and then torch's; with that, both say how far their losses are apart. Raises if that is far."""
+    """Yield the row of striped train, then PyTorch's. Both get the difference of their losses; raise if it is large."""
     case = {"preset": preset, "length": length, "text": text}
     with tempfile.TemporaryDirectory() as folder:
         job = {**case, "folder": folder, "steps": CHECKED + rounds}
@@ -75,7 +76,7 @@ def compare(preset: str, length: int, text: str, rounds: int) -> Iterator[Row]:
 
 
 def measure(kind: Any, job: dict[str, Any]) -> Row:
-    """What a trainer became, its losses in all steps, and how fast those after the checked ones were."""
+    """Run a trainer: return its settings, the losses of all steps, and the speed after the checked steps."""
     name = f"  {kind.name}, {job['preset']}, {job['length']:,} tokens, {job['text']}"
     row: Row = {}
     try:
@@ -98,7 +99,7 @@ def measure(kind: Any, job: dict[str, Any]) -> Row:
 
 
 def rates(job: dict[str, Any], taken: float, kind: str) -> Row:
-    """Tokens per second, and which part of the device's best is useful work."""
+    """Return tokens per second, and MFU."""
     model, length = PRESETS[job["preset"]], job["length"]
     pairs = batch(model.vocabulary, length, job["text"], 0).visible_pairs()
     flops, peak = matrix_flops(model, length) + attention_flops(model, pairs), peak_flops(kind)
@@ -106,7 +107,7 @@ def rates(job: dict[str, Any], taken: float, kind: str) -> Row:
 
 
 def batch(vocabulary: int, length: int, text: str, step: int) -> Batch:
-    """Tokens with something to learn, phrases that come again; documents of about 1,800 tokens, or one text."""
+    """Make a batch of repeated phrases, which can be learned: documents of about 1,800 tokens, or one ("whole")."""
     phrases = np.random.default_rng(0).integers(1, vocabulary, (64, 8), np.int32)
     random = np.random.default_rng([1, step])
     tokens = phrases[random.integers(len(phrases), size=-(-(length + 1) // 8))].reshape(-1)[: length + 1]
@@ -119,7 +120,7 @@ def batch(vocabulary: int, length: int, text: str, step: int) -> Batch:
 
 
 class Trainer:
-    """One of the two; `step` trains on a batch, and returns its loss once the step is done."""
+    """Base class of both trainers. `step` trains on a batch and returns its loss once the step is done."""
 
     def __init__(self, rank: int, ranks: int, port: int, **job: Any) -> None:
         self.job, self.documents = job, job["text"] == "documents"
@@ -129,7 +130,7 @@ class Trainer:
         raise NotImplementedError
 
     def train(self, first: int, end: int) -> tuple[list[float], list[float]]:
-        """Losses and seconds of these steps, whose batches are made on the clock too."""
+        """Return losses and seconds of the steps in [first, end); the time includes making the batches."""
         losses, seconds, vocabulary = [], [], PRESETS[self.job["preset"]].vocabulary
         for number in range(first, end):
             begun = time.perf_counter()
@@ -139,7 +140,7 @@ class Trainer:
 
 
 class Ours(Trainer):
-    """`striped train` with its defaults. It makes the weights that both start from."""
+    """`striped train` with its defaults. It writes the weights that both trainers start from."""
 
     name = "striped"
 
@@ -164,13 +165,13 @@ class Ours(Trainer):
         return float(metrics["loss"])
 
     def memory(self) -> int | None:
-        """The most bytes of the device that were in use."""
+        """Return the device's peak memory in bytes, if known."""
         used = memory_in_use(jax.local_devices()[:1])
         return None if used is None else used[0]
 
 
 class Torch(Trainer):
-    """The PyTorch trainer, from the weights that `Ours` has written."""
+    """The PyTorch trainer, started from the weights that `Ours` wrote."""
 
     name = "torch"
 
@@ -181,7 +182,7 @@ class Torch(Trainer):
 
         cuda, recompute = torch.cuda.is_available(), self.job.get("recompute", False)
         self.cuda = torch.cuda if cuda else None
-        jax.config.update("jax_platforms", "cpu")  # the GPU's memory is torch's here
+        jax.config.update("jax_platforms", "cpu")  # leave the GPU's memory to PyTorch
         config = TrainConfig(preset=self.job["preset"], learning_rate=LEARNING_RATE, steps=self.job["steps"])
         with jax.numpy_dtype_promotion("standard"):
             rates = [float(learning_rate(config)(step)) for step in range(config.steps)]
@@ -193,12 +194,12 @@ class Torch(Trainer):
         return self.trainer.step(tuple(inputs), documents=self.documents)
 
     def memory(self) -> int | None:
-        """The most bytes of the device that were in use."""
+        """Return the device's peak memory in bytes, if known."""
         return None if self.cuda is None else self.cuda.max_memory_allocated()
 
 
 def write_weights(program: Program, weights: Any, folder: pathlib.Path) -> None:
-    """As a Hugging Face folder in float32."""
+    """Write the weights to a Hugging Face folder in float32."""
 
     def named() -> Iterator[tuple[str, int | None, np.ndarray]]:
         for name, x in weights.items():

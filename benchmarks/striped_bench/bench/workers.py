@@ -1,14 +1,14 @@
-"""Workers: processes that hold something to be timed, and wait without using the CPU until they are asked.
+"""Workers: processes that hold an object to be timed and, when idle, use no CPU time.
 
-Contestants that share a process share its thread pools, and a pool that another library left spinning spoils a
-measurement. So each gets a `Team`: one process, or several that work at the same time and talk to each other (`ranks`).
-Each is a pool of one process, tied to its cores. The parent calls methods of the object that lives in them:
+Contestants in one process would share its thread pools, and a pool that another library left spinning distorts a
+measurement. So each contestant gets a `Team`: one process, or several that run in parallel and communicate (`ranks`).
+Each rank is a pool of one process, pinned to its cores. The parent calls methods of the object in each process:
 
-    with Team(Sdpa, cores=[{0, 1}]) as team:          Team(Ours, cores=[{0}, {1}]) has two ranks, a core each
+    with Team(Sdpa, cores=[{0, 1}]) as team:          Team(Ours, cores=[{0}, {1}]) has two ranks with a core each
         team.ask("prepare", 2048)
         seconds = max(team.ask("run", "forward"))     one answer per rank
 
-A team is killed as a whole as soon as one process dies or, with several ranks, fails: the others would wait for ever.
+If a process dies or, with several ranks, raises, the whole team is killed: the other ranks would wait forever.
 """
 
 import concurrent.futures
@@ -28,11 +28,11 @@ from typing import Any
 from striped_attention.errors import UsageError
 from striped_attention.runtime.record import usable_cores
 
-_starting = threading.Lock()  # a team tells its processes from those of teams of other threads
+_starting = threading.Lock()  # lets a team tell its own processes from those that other threads start
 
 
 class WorkerError(RuntimeError):
-    """What was asked for raised an exception, or its process is gone. A team of one rank lives on after the former."""
+    """A call raised an exception, or its process died. A team of one rank survives an exception."""
 
 
 class Team(contextlib.ExitStack):
@@ -61,9 +61,9 @@ class Team(contextlib.ExitStack):
             raise
 
     def ask(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of the object in every process; the answers, by rank."""
+        """Call a method of the object in every process; return the answers by rank."""
         if not self.alive:
-            raise WorkerError("the process ended earlier")
+            raise WorkerError("the process has already ended")
         self._futures = [pool.submit(_answer, method, arguments) for pool in self._pools]
         return self._collect()
 
@@ -72,7 +72,7 @@ class Team(contextlib.ExitStack):
         return all(process.is_alive() for process in self._processes)
 
     def _collect(self) -> list[Any]:
-        """An answer from every rank, or an exception as soon as one of them cannot give any."""
+        """Return an answer from every rank, or raise as soon as one of them fails."""
         concurrent.futures.wait(self._futures, return_when=concurrent.futures.FIRST_EXCEPTION)
         ended = [(rank, future.exception()) for rank, future in enumerate(self._futures) if future.done()]
         rank, error = next((found for found in ended if found[1] is not None), (0, None))
@@ -96,32 +96,32 @@ class Team(contextlib.ExitStack):
             process.join()
 
     def _end(self) -> None:
-        """End the processes: at once if they are busy, politely otherwise."""
+        """End the processes: kill them if they are busy, shut them down otherwise."""
         if not all(future.done() for future in self._futures):
             self._kill()
         for pool in self._pools:
-            pool.shutdown(wait=False)  # all, before one is waited for: ranks that end wait for each other
+            pool.shutdown(wait=False)  # all of them before waiting: ranks wait for each other when they end
         for process in self._processes:
             process.join(10)
         self._kill()
 
 
 def _begin(log: str, cores: set[int]) -> None:
-    """Before any library counts cores for its threads; those that are there already (NumPy's) move too."""
+    """Pin the process before libraries size their thread pools by its cores; existing threads (NumPy's) move too."""
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), cores)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # when memory runs out, this process goes rather than one of the machine's others
+        file.write("1000")  # if memory runs out, the kernel should kill this process, not another one
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
 
 
-_held: list[Any] = []  # in a process of a team: its object
+_held: list[Any] = []  # the object of this process
 
 
 def _answer(what: Callable[..., Any] | str, arguments: Any) -> Any:
-    """Make the object, or call a method of it. Errors become one line; their tracebacks come along as its cause."""
+    """Make the object, or call a method of it. Errors become one line, with the traceback as the cause."""
     try:
         return getattr(_held[0], what)(*arguments) if isinstance(what, str) else _held.append(what(**arguments))
     except UsageError:
@@ -132,16 +132,16 @@ def _answer(what: Callable[..., Any] | str, arguments: Any) -> Any:
 
 
 def pick_cores(count: int) -> list[int]:
-    """The cores to run on; a machine with more is used as if it had `count`."""
+    """Return the `count` cores to run on; others stay unused."""
     usable = usable_cores()
     if len(usable) < count or not hasattr(os, "sched_setaffinity"):
-        rule = f"This suite needs {count} cores on Linux, where a process can be tied to one"
-        raise UsageError(f"{rule}; this one may use {len(usable)}. Run it on a larger machine.")
+        rule = f"This suite needs Linux and {count} cores, to pin processes to cores"
+        raise UsageError(f"{rule}; this process may use {len(usable)}. Run it on a larger machine.")
     return usable[:count]
 
 
 def check_pinned() -> None:
-    """Raise if a thread of this process may use another core: then a measurement of balance would mean nothing."""
+    """Raise if threads of this process may use more than one core, which would hide load imbalance."""
     cores = set[int]().union(*(os.sched_getaffinity(int(thread)) for thread in os.listdir("/proc/self/task")))
     if len(cores) != 1:
         raise RuntimeError(f"A process must be pinned to one core; threads of this one may use {sorted(cores)}.")

@@ -1,1 +1,1 @@
-"""`striped report`: from result files to one page with figures. Reads JSON, measures nothing."""
+"""`striped report`: one page of figures from JSON result files. Measures nothing."""

@@ -1,4 +1,4 @@
-"""Accuracy: the largest errors that the checks of all benchmarks have seen."""
+"""Accuracy: the largest errors found by the checks of all benchmarks."""
 
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -11,7 +11,7 @@ from striped_bench.report.text import plain
 
 _PRINTED = re.compile(r"(\d+) members, (\S+): error of a ring \(of one GPU\): (.*)")
 _ERROR = re.compile(r"\w+ (\S+) \((\S+)\)")
-Row = tuple[str, Number, Number | None]  # what was checked, the error, and what it must stay below
+Row = tuple[str, Number, Number | None]  # what was checked, the error, and its limit
 
 
 def accuracy(documents: Sequence[Document]) -> Finding:
@@ -24,29 +24,29 @@ def accuracy(documents: Sequence[Document]) -> Finding:
             for row in made:
                 rows[row[0]] = max(
                     row, rows.get(row[0], row), key=lambda row: row[1] / (row[2] or 1)
-                )  # nearest its limit
+                )  # closest to its limit
     shown = some(rows.values())
     finding = f"The largest error of any check is {max(value for _, value, _ in shown):.0e}"
     if exact := [value for label, value, _ in shown if "attention" in label and "float32" in label]:
-        finding = f"In float32 attention over devices is exact to {max(exact):.1e}, whatever the layout"
+        finding = f"In float32, distributed attention is exact to {max(exact):.1e} with every layout"
     return Finding({"finding": finding}, sources, lambda: figures.dots(shown, "relative error (logarithmic)"))
 
 
 def _rows(where: str, what: str, error: str) -> Callable[[Document], Iterable[Row]]:
-    """Rows that have a layout and one error, without a limit."""
+    """Rows with a layout and one error, without a limit."""
     return lambda found: [(what.format(**row) + plain(row["layout"]), row[error], None) for row in found.rows(where)]
 
 
 def _float32(document: Document) -> Iterable[Row]:
-    """Short texts are checked as a whole, of long ones some rows, and these less strictly."""
+    """Short sequences are checked in full; of long ones some rows are checked, with a larger tolerance."""
     for row in document.rows("checks"):
         if row["errors"]:
-            what = "attention" if row.get("check", "whole") == "whole" else "attention on long texts"
+            what = "attention" if row.get("check", "whole") == "whole" else "attention on long sequences"
             yield f"{what}, float32, {plain(row['layout'])}", max(row["errors"].values()), row["tolerance"]
 
 
 def _against_one_gpu(document: Document) -> Iterable[Row]:
-    """What the tests printed: the errors of a ring and, in brackets, of one GPU, of which a ring may have twice."""
+    """Errors printed by the tests: of a ring and, in brackets, of one GPU. The limit for a ring is twice the latter."""
     for test in document.rows("tests"):
         for found in filter(None, map(_PRINTED.match, test["printed"])):
             errors = [(float(ring), float(one)) for ring, one in _ERROR.findall(found[3])]
@@ -54,8 +54,8 @@ def _against_one_gpu(document: Document) -> Iterable[Row]:
             yield f"bfloat16, limit: twice one GPU's, {plain(found[2])}", ring, 2 * one
 
 
-# Benchmark: the rows that its result has. The suite `positions` is gone, its work is tests/test_positions.py's; what it
-# recorded is still drawn.
+# Functions that extract the rows from each benchmark's results. The suite `positions` was replaced by
+# tests/test_positions.py, but its recorded results are still drawn.
 _MAKERS = {
     "train_control": _rows("runs", "losses of a training run, float32, ", "largest_difference"),
     "cpu_balance": _float32,

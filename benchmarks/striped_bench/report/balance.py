@@ -1,4 +1,4 @@
-"""Balance: which device works at which step, measured where a result has it, else counted by the planner."""
+"""Balance: work by device and step, as measured if a result has it, or else as counted by the planner."""
 
 import functools
 import math
@@ -13,26 +13,26 @@ from striped_bench.report.read import Document, of
 from striped_bench.report.section import Finding
 from striped_bench.report.text import plain, tokens
 
-DEVICES, LENGTH = 8, 65_536  # of what is counted where no result has it
+DEVICES, LENGTH = 8, 65_536  # for counted work, if no result has any
 Maps = dict[str, np.ndarray]
 Lines = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def work(documents: Sequence[Document]) -> Finding:
-    """Heat maps, device × step, for every layout side by side."""
+    """Heat maps of work, device × step, with the layouts side by side."""
     measured, sources = _measured(documents)
     counted, plans = _planned(documents)
     rows = [*measured, *(counted or _counted())]
     paths = figures.over_ideal(rows[0][1])
     best = min(paths, key=lambda name: paths[name])
-    base = f"contiguous takes {paths['contiguous']:.2f} times the ideal" if "contiguous" in paths else "at best"
-    how = "Rows that say measured are seconds; the others are counted tiles of work." if measured else "Counted work."
+    base = f"contiguous takes {paths['contiguous']:.2f} times the ideal time" if "contiguous" in paths else "at best"
+    how = "Measured rows show seconds, counted rows show tiles." if measured else "The work is counted, in tiles."
     numbers = {"finding": f"{base}, {best} {paths[best]:.2f}", "how": how}
     return Finding(numbers, (*sources, *plans), lambda: figures.heat_maps(rows, "of this row"))
 
 
 def _measured(documents: Sequence[Document]) -> tuple[list[tuple[str, Maps]], list[Document]]:
-    """Seconds of each device and step, from the last `layouts` result: its most devices, its longest text."""
+    """Seconds by device and step, from the latest `layouts` result: its largest ring and longest sequence."""
     found = [document for document in of(documents, "layouts") if document.rows("critical_path.rows")][-1:]
     if not found:
         return [], []
@@ -44,13 +44,13 @@ def _measured(documents: Sequence[Document]) -> tuple[list[tuple[str, Maps]], li
 
 
 def _planned(documents: Sequence[Document]) -> tuple[list[tuple[str, Maps]], list[Document]]:
-    """Counted work in plans, the last of each mask."""
+    """Counted work, from the latest plan of each mask."""
     rows, sources = {}, {}
     for document in of(documents, "plan"):
         choices = [choice for choice in document.rows("choices") if choice["tiles"] is not None]
         mask = f"counted, {document.content['configuration'].get('mask')}"
         if choices:
-            # Tiles by their size: kernels differ in it.
+            # Weight tiles by their size, which depends on the kernel.
             sizes = [math.prod(choice.get("rates", {}).get("tile", (1,))) for choice in choices]
             works = [np.asarray(choice["tiles"], float) * size for choice, size in zip(choices, sizes, strict=True)]
             maps = {plain(choice["layout"]): work for choice, work in zip(choices, works, strict=True)}
@@ -71,18 +71,18 @@ def _counted() -> list[tuple[str, Maps]]:
 
 
 def timeline(documents: Sequence[Document]) -> Finding:
-    """When each device computes and when it waits, for contiguous and the best other layout."""
+    """Computing and idle time of each device, for contiguous and the best other layout."""
     plans = [d for d in of(documents, "plan") if all(choice["timelines"] for choice in d.rows("choices"))][-1:]
     lines, where = _recorded(plans[0]) if plans else _worked_out()
     base, *others = (float((begin + lasts).max()) for begin, lasts in lines.values())
     finding = "Contiguous is the best layout here"
     if others:
-        finding = f"Without waiting, the forward pass ends {base / others[0]:.2f} times as soon"
+        finding = f"Less idle time: the forward pass is {base / others[0]:.2f} times as fast as with contiguous"
     return Finding({"finding": finding, "where": where}, plans, lambda: figures.timelines(lines))
 
 
 def _recorded(document: Document) -> tuple[Lines, str]:
-    choices, options = document.rows("choices"), document.content["configuration"]  # the fastest first
+    choices, options = document.rows("choices"), document.content["configuration"]  # fastest first
     base = next(choice for choice in choices if plain(choice["layout"]) == "contiguous")
     shown = [base] + [choice for choice in choices[:1] if choice is not base]
     forward = {plain(choice["layout"]): choice["timelines"][0] for choice in shown}

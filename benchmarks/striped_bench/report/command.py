@@ -1,4 +1,4 @@
-"""The command `striped report`: read, draw, write."""
+"""The command `striped report`: read results, draw figures, write the page."""
 
 import dataclasses
 import pathlib
@@ -15,39 +15,39 @@ Paths = Annotated[tuple[pathlib.Path, ...], tyro.conf.arg(metavar="[PATH ...]", 
 
 @dataclasses.dataclass(frozen=True)
 class ReportConfig:
-    """Draw what `striped bench`, `plan`, `train` and `evaluate` have written: one HTML page that needs no network.
+    """Draw the results of `striped bench`, `plan`, `train` and `evaluate` on one self-contained HTML page.
 
-    Every figure says what it shows, for people who have not read the paper, and which file it was made from. Figures
-    without data are left out; the page lists the commands that would make them.
+    Every figure has a caption that explains it without knowledge of the paper, and names its result files. Figures
+    without data are left out; the page lists the commands that produce the data.
     """
 
     results: tyro.conf.Positional[Paths] = ()
-    """Result files, folders of them, and folders of runs of `striped train`. Default: benchmarks/results."""
+    """Result files, folders of result files, or run folders of `striped train`. Default: benchmarks/results."""
     output: Annotated[pathlib.Path, tyro.conf.arg(metavar="PATH")] = pathlib.Path("report.html")
-    """Where the page goes."""
+    """Path of the HTML page."""
     figures: Path = None
-    """A folder that gets every figure as PNG and SVG too. Default: none."""
+    """Folder to which every figure is also written as PNG and SVG. Default: none."""
 
     def __post_init__(self) -> None:
         if self.output.is_dir():
-            raise UsageError(f"--output must be a file, like report.html; got the folder {self.output}.")
+            raise UsageError(f"--output must be a file, e.g. report.html; got the folder {self.output}.")
         if self.figures is not None and self.figures.exists() and not self.figures.is_dir():
             raise UsageError(f"--figures must be a folder; got the file {self.figures}.")
 
 
 def run(config: ReportConfig) -> None:
     """Write the page, and the figures if asked for."""
-    # matplotlib takes its time, and no other command needs it.
+    # Imported late: matplotlib is slow to import, and no other command needs it.
     from striped_bench.report.contents import gather
     from striped_bench.report.page import render
     from striped_bench.report.read import KNOWN, read
 
     if not config.results and not RESULTS.is_dir():
-        raise UsageError(f"There is no folder {RESULTS} here. Say which result files to draw: striped report FILE ...")
+        raise UsageError(f"There is no folder {RESULTS} here. Name the result files to draw: striped report FILE ...")
     documents = read(config.results or [RESULTS])
     if all(document.benchmark not in KNOWN for document in documents):
         names = ", ".join(sorted({repr(document.benchmark) for document in documents}))
-        raise UsageError(f"There is nothing to draw: no figure is made from {names}. Known: {', '.join(KNOWN)}.")
+        raise UsageError(f"There is nothing to draw: no figure uses results of {names}. Known: {', '.join(KNOWN)}.")
     contents = gather(documents)
     try:
         config.output.parent.mkdir(parents=True, exist_ok=True)
@@ -56,12 +56,12 @@ def run(config: ReportConfig) -> None:
             write_figures(contents, config.figures)
     except OSError as error:
         raise UsageError(f"{error.filename} cannot be written: {error.strerror}. Choose another place.") from error
-    left_out = f", {len(contents.missing)} left out for want of results" if contents.missing else ""
+    left_out = f", {len(contents.missing)} left out for lack of results" if contents.missing else ""
     print(f"{config.output}: {len(contents.sections)} figures from {len(documents)} files{left_out}")
 
 
 def write_figures(contents: Any, folder: pathlib.Path) -> None:
-    """Every figure with its title on it, as PNG and SVG."""
+    """Write every figure, with its title, as PNG and SVG."""
     from striped_bench.report.style import drawing, save
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Contents: which figures a report has; their order, and the commands that make their results, are in words.toml."""
+"""Contents: the figures of a report. Their order and the commands that produce their results are in words.toml."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ _MAKERS: dict[str, Callable[[Sequence[Document]], Finding]] = {
 
 
 class Contents(NamedTuple):
-    """A report before it is drawn; `missing` has what it does not show, and the command for that."""
+    """A report before it is drawn; `missing` lists figures without data and the commands that produce it."""
 
     sections: tuple[Section, ...]
     missing: tuple[tuple[str, str], ...]
@@ -33,7 +33,7 @@ class Contents(NamedTuple):
 
 
 def gather(documents: Sequence[Document]) -> Contents:
-    """Every section that these documents have data for."""
+    """Make every section for which these documents have data."""
     sections, missing = [], []
     for name, words in ((name, words) for name, words in WORDS.items() if name != "shared"):
         try:

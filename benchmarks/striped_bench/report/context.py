@@ -1,4 +1,4 @@
-"""Context: does a model use it? Losses by position, during a run and of finished models, and needles in haystacks."""
+"""Context: does a model use its context? Loss by position, during and after training, and needle-in-a-haystack."""
 
 import pathlib
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from striped_bench.report.read import Document, of
 from striped_bench.report.section import Finding, Row, some
 from striped_bench.report.text import tokens, words
 
-LINES = 5  # validations of a run that are drawn, the first and the last among them
+LINES = 5  # validations drawn per run, including the first and the last
 
 
 def validation(documents: Sequence[Document]) -> Finding:
-    """The loss by position over the course of runs."""
+    """Loss by position over the course of training runs."""
     runs = some(run for run in of(documents, "train") if len(run.rows("validation")) > 1)
     names = _names([str(run.path) for run in runs])
     panels = []
@@ -29,7 +29,7 @@ def validation(documents: Sequence[Document]) -> Finding:
 
 
 def positions(documents: Sequence[Document]) -> Finding:
-    """The loss by position of evaluated models, side by side."""
+    """Loss by position of evaluated models, side by side."""
     models = some(one for one in of(documents, "evaluate") if one.rows("perplexity.by_position"))
     names = _models(models)
     lines = {name: _line(one.rows("perplexity.by_position")) for name, one in zip(names, models, strict=True)}
@@ -42,7 +42,7 @@ def positions(documents: Sequence[Document]) -> Finding:
 
 
 def needles(documents: Sequence[Document]) -> Finding:
-    """The share of needles that models find, by length and depth."""
+    """Share of needles that models find, by length and depth."""
     models = some(one for one in of(documents, "evaluate") if one.rows("needle.cells"))
     names = _models(models)
     maps = {name: _shares(one.rows("needle.cells")) for name, one in zip(names, models, strict=True)}
@@ -51,7 +51,7 @@ def needles(documents: Sequence[Document]) -> Finding:
     return Finding({"finding": words(parts), "draws": draws}, models, lambda: figures.shares(maps, tokens))
 
 
-_AXES = ("context: tokens of its document that a token sees, up to", "loss per token")
+_AXES = ("context: visible tokens of the same document, up to", "loss per token")
 
 
 def _line(ranges: Sequence[Row]) -> figures.Line:
@@ -68,7 +68,7 @@ def _found(cells: Sequence[Row]) -> float:
 
 
 def _names(paths: Sequence[str]) -> list[str]:
-    """What paths end with, as far as it takes to tell them apart; a path that comes again is numbered."""
+    """Shorten paths to the last parts that tell them apart; repeated paths are numbered."""
     parts = [pathlib.Path(path).parts for path in paths]
     count = next(
         (n for n in range(1, max(map(len, parts))) if len({part[-n:] for part in parts}) == len(set(parts))),

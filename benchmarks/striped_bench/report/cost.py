@@ -1,4 +1,4 @@
-"""Cost: what attention and everything beside it takes: time, memory and traffic; and how long other libraries take."""
+"""Cost: time, memory and traffic of attention and of everything else, and the time of other libraries."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from striped_bench.report.section import ATTENTION, STEP, Finding, Row, newest, 
 from striped_bench.report.style import CYCLE
 from striped_bench.report.text import plain, span, tokens
 
-# Kinds of work in a profile, as `bench/profile.py` names them, and their colours.
+# Colours of the kinds of kernels in a profile (the kinds of `bench/profile.py`).
 KINDS = {
     **{"attention, forward": "blue", "attention, backward": "sky", "merges, sums and slices": "pink"},
     **{"copies": "yellow", "copies in place of hops": "orange", "nothing": "quiet"},
@@ -20,7 +20,7 @@ _FAMILIES = {"ours": "striped_attention", "plain-jax": "plain JAX", "torch-sdpa"
 
 
 def busiest(documents: Sequence[Document], layout: str) -> tuple[list[Row], tuple[Document, ...]]:
-    """The slowest member of every measured ring with a layout, by the tokens of `each` device."""
+    """The slowest device of every measured ring with this layout, sorted by tokens per device (`each`)."""
     rows, sources = newest(of(documents, "gpu"), "members", (*ATTENTION, "rank"))
     slowest: dict[tuple[Any, ...], Row] = {}
     for row in rows:
@@ -32,27 +32,27 @@ def busiest(documents: Sequence[Document], layout: str) -> tuple[list[Row], tupl
 
 
 def beside(row: Row) -> float:
-    """The part of a profile that is not in attention's kernels."""
+    """The fraction of a profile spent outside attention kernels."""
     where = row["where"]
     return 1 - sum(where[kind] for kind in where if kind.startswith("attention")) / sum(where.values())
 
 
 def kernels(documents: Sequence[Document]) -> Finding:
-    """Shares of a striped ring's time by kind of kernel."""
+    """Time of a striped ring by kind of kernel."""
     rows, sources = busiest(documents, "striped(1)")
     shown = []
     for row in (rows := some(row for row in rows if row["where"])):
         parts = {kind: 100 * seconds / sum(row["where"].values()) for kind, seconds in row["where"].items()}
-        label = f"{row['each']:,} tokens each, {row['members']} GPUs, {row['heads']}"
-        shown.append((label, parts, f"{100 * beside(row):.1f} % beside attention"))
+        label = f"{row['each']:,} tokens per GPU, {row['members']} GPUs, {row['heads']}"
+        shown.append((label, parts, f"{100 * beside(row):.1f} % outside attention"))
     least, most = min(rows, key=beside), max(rows, key=beside)
-    trend = ", the less the more tokens a GPU has" if least["each"] > most["each"] else ""
+    trend = ", less with more tokens per GPU" if least["each"] > most["each"] else ""
     numbers = {"least": 100 * beside(least), "most": 100 * beside(most), "trend": trend}
-    return Finding(numbers, sources, lambda: figures.stacks(shown, KINDS, "percent of the time of a profiled run"))
+    return Finding(numbers, sources, lambda: figures.stacks(shown, KINDS, "% of the time of a profiled run"))
 
 
 def steps(documents: Sequence[Document]) -> Finding:
-    """Whole training steps: attention and all the rest."""
+    """Whole training steps: attention and everything else."""
     rows, sources = newest(of(documents, "step"), "summary", STEP)
     rows = [row for row in rows if row["fits"] and row.get("outside_attention_seconds") is not None]
     striped = some(row for row in rows if plain(row["layout"]) != "contiguous")
@@ -62,18 +62,18 @@ def steps(documents: Sequence[Document]) -> Finding:
     for row in rows:
         whole = base.get(tuple(row[n] for n in STEP[:3]), row["seconds"])
         outside = 100 * row["outside_attention_seconds"] / whole
-        parts = {"attention": 100 * row["seconds"] / whole - outside, "all the rest": outside}
-        gain = "" if row["layout"] == "contiguous()" else f", {ratio(row):.2f}× of at most {row['step_bound']:.2f}×"
+        parts = {"attention": 100 * row["seconds"] / whole - outside, "everything else": outside}
+        gain = "" if row["layout"] == "contiguous()" else f", {ratio(row):.2f}× (bound {row['step_bound']:.2f})"
         label = f"{row['preset']}, {tokens(row['length'])} tokens on {row['members']}, {plain(row['layout'])}"
         shown.append((label, parts, f"{row['seconds']:.2f} s{gain}"))
     rest = span((100 * (1 - row["attention_share"]) for row in striped), ".0f")
-    colours = {"attention": "blue", "all the rest": "yellow"}
+    colours = {"attention": "blue", "everything else": "yellow"}
     numbers = {"times": span(ratio(row) for row in striped), "rest": rest}
-    return Finding(numbers, sources, lambda: figures.stacks(shown, colours, "percent of the step with contiguous"))
+    return Finding(numbers, sources, lambda: figures.stacks(shown, colours, "% of the step with contiguous"))
 
 
 def overhead(documents: Sequence[Document]) -> Finding:
-    """What else a ring costs, from the suite `overhead`."""
+    """A training step by component, from the suite `overhead`."""
     rows, sources = newest(of(documents, "overhead"), "rows", ("length", "what"))
     shown = []
     for length in sorted({row["length"] for row in some(rows)}):
@@ -84,11 +84,11 @@ def overhead(documents: Sequence[Document]) -> Finding:
     largest = max(shares, key=lambda what: shares[what])
     colours = dict(zip(dict.fromkeys(row["what"] for row in rows), itertools.cycle((*CYCLE, "quiet"))))
     numbers = {"length": length, "largest": largest, "share": shares[largest]}
-    return Finding(numbers, sources, lambda: figures.stacks(shown, colours, "percent of the time"))
+    return Finding(numbers, sources, lambda: figures.stacks(shown, colours, "% of the time"))
 
 
 def throughput(documents: Sequence[Document]) -> Finding:
-    """Tokens a second over devices, from the suite `scale`: with the best layout, of the first and the last model."""
+    """Tokens per second over devices, from the suite `scale`: the best layout, for the first and the last model."""
     key = ("preset", "length", "devices", "hardware", "layout", "measured")
     rows, sources = newest(of(documents, "scale"), "rows", key)
     planned = some(row for row in rows if not row["measured"] and row["hardware"] != "cpu")
@@ -101,44 +101,44 @@ def throughput(documents: Sequence[Document]) -> Finding:
     shown = panels(points, choose=max)
     first, most = shown[0].title, {name: max(line, key=lambda p: p[1])[0] for name, line in shown[0].lines.items()}
     short, long = next(iter(most)), list(most)[-1]
-    gains = f"{long} go fastest on {most[long]:,} devices" + ("" if short == long else f", {short} on {most[short]:,}")
+    gains = f"{long} run fastest on {most[long]:,} devices" + ("" if short == long else f", {short} on {most[short]:,}")
     numbers = {"first": first, "gains": gains, "compared": _as_measured(rows)}
-    return Finding(numbers, sources, lambda: figures.curves(shown, "devices", "tokens a second", log_y=True))
+    return Finding(numbers, sources, lambda: figures.curves(shown, "devices", "tokens per second", log_y=True))
 
 
 def _as_measured(rows: list[Row]) -> str:
-    """How the planner compares with what the same suite measured, in a sentence."""
+    """A sentence on how far the plan is from what the same suite measured."""
     name = lambda row: (row["length"], row["devices"], row["layout"])  # noqa: E731
     planned = {name(row): row["tokens_per_second"] for row in rows if row["hardware"] == "cpu" and not row["measured"]}
     pairs = [(row["tokens_per_second"], planned[name(row)]) for row in rows if row["measured"] and name(row) in planned]
     if not pairs:
         return ""
     worst = max(abs(found / expected - 1) for found, expected in pairs)
-    return f" Where the same was measured, on CPU cores, the two differ by {worst:.0%} at most."
+    return f" On CPU cores, where both exist, plan and measurement differ by at most {worst:.0%}."
 
 
 def traffic(documents: Sequence[Document]) -> Finding:
-    """Bytes that a device sends for a token, over devices."""
+    """Bytes that a device sends per token, over devices."""
     key = ("preset", "batch", "layout", "devices", "cached")
     own = [x for x in of(documents, "decode") if any("wire_bytes" in row for row in x.rows("rows"))]
     rows, sources = newest(own, "rows", key)
     rows = some(row for row in rows if row["devices"] > 1)
     sizes = {(tuple(row[name] for name in key[:-1]), row["wire_bytes"]) for row in rows}
-    same = len(sizes) == len({ring for ring, _ in sizes})  # however long the text
+    same = len(sizes) == len({ring for ring, _ in sizes})  # at any sequence length
     points: list[Point] = []
     for row in rows:
         if not same or row["cached"] == rows[0]["cached"]:
-            panel = f"{row['preset']}, {row['batch']} text{'s' * (row['batch'] > 1)}"
+            panel = f"{row['preset']}, {row['batch']} sequence{'s' * (row['batch'] > 1)}"
             where = "" if same else f", {tokens(row['cached'])}"
             points.append((panel, f"all{where}", row["devices"], row["wire_bytes"] / 1e3))
             points.append((panel, f"for attention{where}", row["devices"], row["attention_bytes"] / 1e3))
     most = max(row["wire_bytes"] for row in rows) / 1e3
-    draw = lambda: figures.curves(panels(points), "devices", "kB a device sends for a token", floor=0.0)  # noqa: E731
-    return Finding({"most": most, "however": ", however long the text" if same else ""}, sources, draw)
+    draw = lambda: figures.curves(panels(points), "devices", "kB sent per token and device", floor=0.0)  # noqa: E731
+    return Finding({"most": most, "however": ", at any sequence length" if same else ""}, sources, draw)
 
 
 def memory(documents: Sequence[Document]) -> Finding:
-    """Bytes of a device over the length of the text."""
+    """Memory per device over sequence length."""
     points: list[Point] = []
     for document in (compiled := of(documents, "train_memory")):
         options, panel = document.content["configuration"], f"default chunks, {document.hardware}"
@@ -151,27 +151,27 @@ def memory(documents: Sequence[Document]) -> Finding:
             name = f"{row['preset']} on {row['members']}"
             points.append(("the measured steps, --chunk 8192", name, row["length"], row["needed_bytes"] / 2**30))
     shown = panels(some(points))
-    finding = next(filter(None, map(_less_memory, compiled)), "What each device must hold, by the length of the text")
-    names = "tokens of the text", "GiB on each device"
+    finding = next(filter(None, map(_less_memory, compiled)), "Memory per device by sequence length")
+    names = "sequence length (tokens)", "GiB per device"
     draw = lambda: figures.curves(shown, *names, x_format=tokens, log_y=True)  # noqa: E731
     return Finding({"finding": finding}, (*compiled, *sources), draw)
 
 
 def _less_memory(document: Document) -> str | None:
-    """What more devices save on the longest text, if a document has it on several numbers of them."""
+    """State what more devices save at the longest length, if a document has it on several device counts."""
     rows = document.rows("bytes_per_device")
     longest = max((row["length"] for row in rows), default=0)
     same = sorted((row for row in rows if row["length"] == longest), key=lambda row: row["devices"])
     if len({row["devices"] for row in same}) < 2:
         return None
     few, many = same[0], same[-1]
-    alone = "one alone" if few["devices"] == 1 else f"each of {few['devices']}"
+    alone = "a single one" if few["devices"] == 1 else f"each of {few['devices']}"
     part = f"{100 * many['together'] / few['together']:.0f} % of the memory that {alone} would"
-    return f"With {longest:,} tokens each of {many['devices']} devices needs {part}"
+    return f"With {longest:,} tokens, each of {many['devices']} devices needs {part}"
 
 
 def peers(documents: Sequence[Document]) -> Finding:
-    """Seconds of other libraries on the same task, each in its fastest way."""
+    """Seconds of other libraries on the same problem, each in its fastest configuration."""
     last = some(of(documents, "cpu_peers", "peers"))[-1]
     points: list[Point] = []
     for row in last.rows("contestants"):
@@ -179,8 +179,8 @@ def peers(documents: Sequence[Document]) -> Finding:
         timed = [(int(n), times["both"]) for n, times in row.get("lengths", {}).items() if "both" in times]
         points += [("8 heads × 64, float32", name, n, both["median_seconds"]) for n, both in timed]
     gains = [row["both"]["times_ours"] for row in last.content.get("fastest_jax_peer", {}).values()]
-    finding = "How long other libraries take for the same attention on a CPU"
+    finding = "Time of other libraries for the same attention on a CPU"
     if gains:
         finding = f"The fastest other JAX library takes {span(gains, '.1f')} times as long on a CPU"
-    names, shown = ("tokens of the text", "seconds"), panels(some(points), choose=min)
+    names, shown = ("sequence length (tokens)", "seconds"), panels(some(points), choose=min)
     return Finding({"finding": finding}, [last], lambda: figures.curves(shown, *names, x_format=tokens, log_y=True))

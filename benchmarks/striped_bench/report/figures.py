@@ -1,4 +1,4 @@
-"""Figures: plain data in, a matplotlib Figure out. Seven kinds are enough for all that is measured here."""
+"""Figures: functions from plain data to matplotlib figures, one for each of seven kinds of figure."""
 
 import itertools
 import math
@@ -19,14 +19,14 @@ Number = int | float
 Line = list[tuple[Number, Number]]
 Point = tuple[str, str, Number, Number]  # panel, line, x, y
 Marks = Sequence[tuple[Number, Number, str]]
-_SMALLEST = 1e-8  # drawn for an error of 0, which a logarithmic axis does not have
-_ABREAST = 4  # heat maps in a row
-_LINES = 16  # devices of a timeline that are drawn
-_LARGEST = 64  # devices and steps of a heat map that are told apart
+_SMALLEST = 1e-8  # stands for an error of 0, which a logarithmic axis cannot show
+_ABREAST = 4  # heat maps per row
+_LINES = 16  # devices drawn in a timeline
+_LARGEST = 64  # devices and steps drawn in a heat map
 
 
 class Panel(NamedTuple):
-    """Curves that share axes. `bound` is a dashed line, flat if of one point; `marks` are points with a word."""
+    """Curves that share axes. `bound` is a dashed line, horizontal if it has one point; `marks` are labelled points."""
 
     title: str
     lines: Mapping[str, Line]
@@ -40,7 +40,7 @@ def panels(
     marks: Mapping[str, Marks] = MappingProxyType({}),
     choose: Callable[[Number, Number], Number] = lambda old, new: new,
 ) -> list[Panel]:
-    """Points by panel and line; `choose` says which of two with the same x counts."""
+    """Group points by panel and line; `choose` picks between two values at the same x."""
     found: dict[str, dict[str, dict[Number, Number]]] = {}
     for panel, name, x, y in points:
         line = found.setdefault(panel, {}).setdefault(name, {})
@@ -60,7 +60,7 @@ def curves(
     floor: float | None = None,
     log_y: bool = False,
 ) -> Figure:
-    """Lines over something that doubles from point to point: lengths, devices, tiles."""
+    """Line plots over a quantity that doubles from point to point: lengths, devices, tiles."""
     columns = min(len(panels), 2)
     rows = math.ceil(len(panels) / columns)
     made = figure(0.6 + 2.7 * rows)
@@ -100,7 +100,7 @@ def _panel(axes: Axes, panel: Panel, chosen: Mapping[str, tuple[str, str]]) -> N
         used[which] = used.get(which, 0) + 1
         style = {1: "-", 2: ":", 3: "-."}.get(used[which], "--")
         x, y = zip(*sorted(points), strict=True)
-        width = max(1.2, 2.8 - 0.4 * i)  # a line on top of another leaves its edges to see
+        width = max(1.2, 2.8 - 0.4 * i)  # an upper line leaves the edges of a lower one visible
         axes.plot(x, y, style, color=colour(which), marker=marker, linewidth=width, label=name)
     dashed: Any = {"color": colour("ink"), "linestyle": "--", "linewidth": 1.2, "label": "bound, 2 − 1/N"}
     if len(panel.bound) == 1:
@@ -116,7 +116,7 @@ def _panel(axes: Axes, panel: Panel, chosen: Mapping[str, tuple[str, str]]) -> N
 
 
 def heat_maps(rows: Sequence[tuple[str, Mapping[str, np.ndarray]]], what: str) -> Figure:
-    """Device × step for layouts side by side, one row per mask; as strong as there is work, on the mask's own scale."""
+    """Heat maps of work, device × step: layouts side by side, a row per mask. Each mask has its own colour scale."""
     columns = min(_ABREAST, max(len(maps) for _, maps in rows))
     cuts = [(name, maps, first) for name, maps in rows for first in range(0, len(maps), columns)]
     lines = [(name, maps, list(maps)[first : first + columns]) for name, maps, first in cuts]
@@ -134,14 +134,14 @@ def heat_maps(rows: Sequence[tuple[str, Mapping[str, np.ndarray]]], what: str) -
         row[0].set_ylabel(f"{name}\ndevice")
         for axes in row[len(layouts) :]:
             axes.set_visible(False)
-    scale = ((0.0, "nothing to do"), (0.25, "a quarter"), (0.5, "half"), (1.0, f"the most {what}"))
+    scale = ((0.0, "no work"), (0.25, "a quarter"), (0.5, "half"), (1.0, f"the maximum {what}"))
     shades = [Patch(color=colour("blue"), alpha=alpha, label=text) for alpha, text in scale]
     made.legend(handles=shades, loc="outside lower center", ncols=len(shades))
     return made
 
 
 def shares(maps: Mapping[str, Mapping[tuple[Number, Number], float]], x_format: Callable[[Number], str]) -> Figure:
-    """Length × depth for models side by side: the share of each cell, as strong as it is large."""
+    """Heat maps of shares, length × depth, with models side by side."""
     columns = min(_ABREAST, len(maps))
     rows = math.ceil(len(maps) / columns)
     made = figure(0.6 + 2.7 * rows)
@@ -166,13 +166,13 @@ def shares(maps: Mapping[str, Mapping[tuple[Number, Number], float]], x_format: 
 
 
 def over_ideal(maps: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """What all steps take, each as long as its busiest device, over an equal share of the least work of any layout."""
+    """Critical path of each layout, relative to the least total work of any layout shared equally by all devices."""
     least = min(float(np.sum(values)) / len(values) for values in maps.values())
     return {layout: float(np.max(values, axis=0).sum()) / (least or 1.0) for layout, values in maps.items()}
 
 
 def _heat(axes: Axes, shades: np.ndarray) -> None:
-    """Squares whose opacity is the work, those of a shade in one path; of many devices every so many."""
+    """Draw squares whose opacity is the work, one path per shade. Large maps are subsampled."""
     keep = math.ceil(len(shades) / _LARGEST)
     shades = shades[::keep, ::keep]
     rounded = np.ceil(shades * 50) / 50
@@ -193,7 +193,7 @@ def _box(left: float, top: float, right: float, bottom: float) -> Path:
 
 
 def timelines(lines: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
-    """What each device does when: for every layout when it begins each step, and for how long it computes."""
+    """Timelines of all devices by layout, given the start and the computing time of each step."""
     devices = len(next(iter(lines.values()))[0])
     shown = range(0, devices, math.ceil(devices / _LINES))
     made = figure(0.9 + len(lines) * (0.75 + 0.17 * len(shown)))
@@ -205,10 +205,10 @@ def timelines(lines: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
         ends = float((begin + work).max()) * unit
         axes.axvline(ends, color=colour("ink"), linestyle="--", linewidth=1.2)
         waiting = max(0.0, 1 - float(work.sum()) * unit / (ends * devices))
-        axes.set_title(f"{layout}: done after {ends:.3g} {name}; devices wait {waiting:.0%} of the time", loc="left")
+        axes.set_title(f"{layout}: {ends:.3g} {name}; devices wait {waiting:.0%} of the time", loc="left")
         axes.set(ylim=(len(shown) - 0.4, -0.6), ylabel="device")
         axes.set_yticks(range(len(shown)), [str(device) for device in shown])
-    column[-1].set(xlabel=f"{name} since the pass began", xlim=(0, longest * unit * 1.03))
+    column[-1].set(xlabel=f"{name} since the start of the pass", xlim=(0, longest * unit * 1.03))
     names = [Patch(color=colour("blue"), label="computing, even steps"), Patch(color=colour("sky"), label="odd steps")]
     blank = Patch(facecolor="none", edgecolor=colour("quiet"), label="waiting")
     made.legend(handles=[*names, blank], loc="outside lower center", ncols=3)
@@ -216,7 +216,7 @@ def timelines(lines: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Figure:
 
 
 def _bars(axes: Axes, begin: np.ndarray, work: np.ndarray) -> None:
-    """A bar per device and step; every other step in another colour."""
+    """Draw a bar per device and step, in alternating colours."""
     for first, shade in enumerate(("blue", "sky")):
         places = [(line, step) for line in range(len(begin)) for step in range(first, begin.shape[1], 2)]
         boxes = [_box(float(begin[at]), at[0] - 0.4, float(begin[at] + work[at]), at[0] + 0.4) for at in places]
@@ -224,7 +224,7 @@ def _bars(axes: Axes, begin: np.ndarray, work: np.ndarray) -> None:
 
 
 def stacks(rows: Sequence[tuple[str, Mapping[str, Number], str]], colours: Mapping[str, str], x_label: str) -> Figure:
-    """Horizontal bars, part beside part: a label, the percentages by kind, a word at the end of the bar."""
+    """Stacked horizontal bars. A row has a label, percentages by kind, and a note at the end of the bar."""
     made = figure(1.0 + 0.32 * len(rows))
     axes = made.subplots()
     left = np.zeros(len(rows))
@@ -250,7 +250,7 @@ def groups(
     colours: Callable[[str], str],
     form: str = ".2f",
 ) -> Figure:
-    """Bars side by side: for every group a bar by name, and a dashed line over the group where it has a bound."""
+    """Grouped bars: a bar per name in every group, and a dashed line where the group has a bound."""
     made = figure(3.4)
     axes = made.subplots()
     names = list(dict.fromkeys(name for bars in rows.values() for name in bars))
@@ -275,16 +275,16 @@ def groups(
 
 
 def dots(rows: Sequence[tuple[str, Number, Number | None]], x_label: str) -> Figure:
-    """One value a line on a logarithmic axis, and where it has one the limit that it must stay below."""
+    """One value per line on a logarithmic axis, with its limit if it has one."""
     made = figure(0.9 + 0.24 * len(rows))
     axes = made.subplots()
     places = range(len(rows))
     values = [max(value, _SMALLEST) for _, value, _ in rows]
-    axes.scatter(values, places, color=colour("blue"), label="largest error seen", zorder=3)
+    axes.scatter(values, places, color=colour("blue"), label="largest error", zorder=3)
     limits = [(limit, place) for place, (_, _, limit) in enumerate(rows) if limit is not None]
     if limits:
         x, y = zip(*limits, strict=True)
-        axes.scatter(x, y, color=colour("orange"), marker="|", s=90, linewidths=2, label="must stay below", zorder=3)
+        axes.scatter(x, y, color=colour("orange"), marker="|", s=90, linewidths=2, label="limit of the check", zorder=3)
     axes.set_xscale("log")
     axes.set_yticks(places, [label for label, _, _ in rows])
     axes.set(xlabel=x_label, ylim=(len(rows) - 0.5, -0.5))

@@ -1,4 +1,4 @@
-"""Page: a report as one HTML file that loads nothing. Figures are inside it, light or dark as the reader's system."""
+"""Page: a report as one self-contained HTML file. Figures are inline and follow the system's light or dark scheme."""
 
 import jinja2
 from markupsafe import Markup
@@ -10,7 +10,7 @@ from striped_bench.report.style import css_variables, drawing, svg
 
 
 def render(contents: Contents) -> str:
-    """The whole page. What comes from result files is escaped; the drawings and their colours are our own."""
+    """Render the page. Text from result files is escaped; the drawings and their colours are trusted."""
     loader = jinja2.PackageLoader("striped_bench.report", ".")
     page = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     with drawing():

@@ -1,7 +1,7 @@
-"""Read: result files, checked before anything is drawn from them.
+"""Read: load result files, and validate them before anything is drawn.
 
-A result is one JSON object that says which benchmark wrote it, when, with which versions and which commit. What figures
-need of it is in results.toml.
+A result is one JSON object that records the benchmark, the time, package versions and the commit. The fields that the
+figures need are in results.toml.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from striped_attention._version import __version__
 from striped_attention.errors import UsageError
 
-METRICS = "metrics.jsonl"  # in the folder of a run
+METRICS = "metrics.jsonl"  # in the run's folder
 _FIELDS = ("benchmark", "started", "versions", "git", "configuration")
 KNOWN = tomllib.loads((importlib.resources.files("striped_bench.report") / "results.toml").read_text())
 
@@ -33,7 +33,7 @@ class Document(NamedTuple):
 
     @property
     def hardware(self) -> str:
-        """What it was measured on, in a few words."""
+        """Short description of the hardware."""
         known, options = self.content.get("hardware") or {}, self.content["configuration"]
         if self.benchmark == "plan":
             return f"counted for {options.get('devices')} × {known.get('name')}"
@@ -43,13 +43,13 @@ class Document(NamedTuple):
         if self.benchmark in ("train", "evaluate") and devices.get("kind", "cpu") != "cpu":
             return f"{math.prod(devices['mesh'].values())} × {devices['kind']}"
         gpu = self.content.get("gpu", {}).get("name") or known.get("gpu")
-        gpu = None if gpu == "cpu" else gpu  # the suite `trainers`, where there is none
+        gpu = None if gpu == "cpu" else gpu  # the suite `trainers` without a GPU
         cpu = f"{known['cpu']}, {known['cores_usable']} cores" if {"cpu", "cores_usable"} <= set(known) else None
         return gpu or cpu or "hardware not recorded"
 
     @property
     def commit(self) -> str:
-        """Short, with a word if the source differed from it."""
+        """Short commit hash, with a note if the source tree had uncommitted changes."""
         commit = self.content["git"].get("commit")
         changed = ", changed" if self.content["git"].get("dirty") else ""
         return "commit unknown" if commit is None else f"commit {commit[:7]}{changed}"
@@ -59,34 +59,34 @@ class Document(NamedTuple):
         return str(self.content["started"])[:10]
 
     def rows(self, where: str) -> Any:
-        """What is at `where`, like wall.rows."""
+        """Return the content at the dotted path `where`, e.g. wall.rows."""
         return functools.reduce(lambda found, name: found[name], where.split("."), self.content)
 
 
 def read(paths: Iterable[pathlib.Path]) -> list[Document]:
-    """Every result in these files and folders, the oldest first; later ones count where two say the same."""
+    """Read all results in these files and folders, oldest first; newer results replace older ones of the same case."""
     files: list[pathlib.Path] = []
     for path in paths:
         found = [path] if _is_run(path) or not path.is_dir() else sorted(path.glob("*.json"))
         if not found:
-            raise UsageError(f"The folder {path} has no .json file. `striped bench` and `striped plan` write some.")
+            raise UsageError(f"The folder {path} has no .json file. `striped bench` and `striped plan` write them.")
         files += found
     documents = [_document(path) for path in dict.fromkeys(files)]
     return sorted(documents, key=lambda document: str(document.content["started"]))
 
 
 def of(documents: Sequence[Document], *benchmarks: str) -> list[Document]:
-    """Those of some benchmarks."""
+    """Select the documents of these benchmarks."""
     return [document for document in documents if document.benchmark in benchmarks]
 
 
 def _is_run(path: pathlib.Path) -> bool:
-    """Whether a folder is that of a run of `striped train`."""
+    """Whether a folder is the run folder of a `striped train` run."""
     return (path / METRICS).is_file() and (path / "run.json").is_file()
 
 
 def _run(folder: pathlib.Path) -> dict[str, Any]:
-    """What a run has kept, as a result. Of validations that were done again the last counts."""
+    """Convert the files of a training run to a result. Of repeated validations the last counts."""
     last = json.loads((folder / "run.json").read_text())[-1]
     lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
     validation = {line["step"]: {"step": line["step"], **line["validation"]} for line in lines if "validation" in line}
@@ -106,7 +106,7 @@ def _document(path: pathlib.Path) -> Document:
         raise UsageError(f"{path} cannot be read: {error.strerror}. Give a result file or a folder of them.") from error
     except ValueError as error:
         raise UsageError(
-            f"{path} is not JSON ({str(error).splitlines()[0]}). Give what `striped bench` wrote."
+            f"{path} is not JSON ({str(error).splitlines()[0]}). Give a file that `striped bench` wrote."
         ) from error
     if (fault := next(_faults(document), None)) is not None:
         raise UsageError(f"{path} {fault}")
@@ -114,19 +114,19 @@ def _document(path: pathlib.Path) -> Document:
 
 
 def _faults(document: Document) -> Iterator[str]:
-    """Why a file cannot be drawn, if it cannot, and what to do."""
+    """Yield the reasons why a file cannot be drawn, each with a remedy."""
     content = document.content
     for name in _FIELDS:
         if not isinstance(content, dict) or name not in content:
-            yield f"is no result of this package: it has no {name!r}. Give what `striped bench` wrote."
+            yield f"is not a result of this package: it has no {name!r}. Give a file that `striped bench` wrote."
     if not all(isinstance(content[name], dict) for name in _FIELDS[2:]):
-        yield "is no result of this package: its versions, git or configuration are not objects."
-    # A source tree that is not installed has no version; that is let through.
+        yield "is not a result of this package: its versions, git or configuration are not objects."
+    # A source tree that is not installed has no version; it is accepted.
     version = str(content["versions"].get("striped-attention") or __version__)
     if version.split(".")[:2] != __version__.split(".")[:2]:
-        yield f"was written by striped-attention {version}, and this is {__version__}. Measure again."
+        yield f"was written by striped-attention {version}, but this is {__version__}. Measure again."
     for where, names in KNOWN.get(document.benchmark, {}).items():
-        says = f"says it is a result of {document.benchmark!r}, but"
+        says = f"claims to be a result of {document.benchmark!r}, but"
         try:
             rows = document.rows(where)
         except (KeyError, TypeError):

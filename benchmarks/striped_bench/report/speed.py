@@ -1,4 +1,4 @@
-"""Speed: how many times as fast as contiguous other layouts are, over lengths, devices, tiles and masks."""
+"""Speed: speed-up of other layouts over contiguous, by length, devices, tile size and mask."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -15,11 +15,11 @@ from striped_bench.report.style import of_layout
 from striped_bench.report.text import plain, span, tokens, words
 
 WHOLE_STEP = "whole step, striped(1)"
-TIMES = "times as fast as contiguous"
+TIMES = "speed-up over contiguous"
 
 
 def _curves(shown: Sequence[Panel], x_label: str, **more: Any) -> Callable[[], Figure]:
-    """Speed-ups above 1, with their bound."""
+    """Plot speed-ups, from 1 upwards, with their bound."""
     return lambda: figures.curves(shown, x_label, TIMES, floor=1.0, **more)
 
 
@@ -43,7 +43,7 @@ def gpus(documents: Sequence[Document]) -> Finding:
             points.append((panel, WHOLE_STEP, row["length"], ratio(row)))
     marks = {f"{n} devices, 16:16 heads": [(at, times, f"{times} on {where}")] for n, at, times, where in PAPER}
     colours = lambda name: "pink" if name == WHOLE_STEP else of_layout(name)  # noqa: E731
-    draw = _curves(panels(points, bounds, marks), "tokens of the text", x_format=tokens, colours=colours)
+    draw = _curves(panels(points, bounds, marks), "sequence length (tokens)", x_format=tokens, colours=colours)
     share = 100 * max(ratio(row) / row["bound"] for row in striped)
     return Finding({"times": span(ratio(row) for row in striped), "share": share}, (*sources, *more), draw)
 
@@ -60,14 +60,14 @@ def cpus(documents: Sequence[Document]) -> Finding:
     shown = panels([(name(path, n), plain(layout), x, y) for path, n, layout, x, y in found], bounds)
     every = [point for panel in shown for points in panel.lines.values() for point in points]
     longest = max(length for length, _ in every)
-    loses = "; with few tokens a device they can lose" if min(times for _, times in every) < 0.95 else ""
+    loses = "; with few tokens per device they can be slower" if min(times for _, times in every) < 0.95 else ""
     numbers = {"longest": tokens(longest), "times": span(y for x, y in every if x == longest), "loses": loses}
     used.sort(key=lambda document: document.benchmark)
-    return Finding(numbers, used, _curves(shown, "tokens of the text", x_format=tokens, colours=of_layout))
+    return Finding(numbers, used, _curves(shown, "sequence length (tokens)", x_format=tokens, colours=of_layout))
 
 
 def _wall(document: Document) -> list[tuple[int, str, int, float]]:
-    """Devices, layout, length and speed-up on the clock."""
+    """Devices, layout, length and wall-clock speed-up."""
     if document.benchmark == "layouts":
         devices = document.content["wall"].get("devices", 2)
         return [(devices, row["layout"], row["length"], ratio(row)) for row in document.rows("wall.rows")]
@@ -77,7 +77,7 @@ def _wall(document: Document) -> list[tuple[int, str, int, float]]:
 
 
 def scaling(documents: Sequence[Document]) -> Finding:
-    """Speed-up over devices: measured rings, and what the planner expects of larger ones."""
+    """Speed-up over devices: measured rings, and larger ones as planned."""
     rows, sources = newest(of(documents, "gpu"), "summary", ATTENTION)
     measured: dict[int, Line] = {}
     for row in rows:
@@ -88,17 +88,17 @@ def scaling(documents: Sequence[Document]) -> Finding:
         name = " to ".join(dict.fromkeys((tokens(single[0]), tokens(single[-1]))))
         lines[f"measured, {name} tokens"] = [measured[n][0] for n in single]
     shrinks = any(max(points)[1] < max(y for _, y in points) for points in some(lines.values()))
-    lines["planned, 32k tokens a device"] = planned = planned_scaling()
+    lines["planned, 32k tokens per device"] = planned = planned_scaling()
     devices = sorted({x for points in lines.values() for x, _ in points})
     panel = Panel("attention, striped(1)", lines, [(n, bound(n)) for n in devices])
-    numbers: dict[str, Any] = {"shrinks": "; with short texts it shrinks" if shrinks else ""}
+    numbers: dict[str, Any] = {"shrinks": "; with short sequences it shrinks" if shrinks else ""}
     numbers |= {"devices": planned[-1][0], "times": planned[-1][1]}
     return Finding(numbers, sources, _curves([panel], "devices in the ring"))
 
 
 @functools.cache
 def planned_scaling() -> Line:
-    """Devices and speed-up of attention that the planner expects on H200s, with 32,768 tokens on each."""
+    """Planned speed-up of attention by number of H200s, with 32,768 tokens per device."""
     found: Line = []
     for devices in (2, 8, 16, 64, 256):
         plan = sa.plan(devices, 32_768 * devices, hardware="h200", model="1b", layouts=[sa.striped()])
@@ -108,7 +108,7 @@ def planned_scaling() -> Line:
 
 
 def tiles(documents: Sequence[Document]) -> Finding:
-    """Speed-up over the size of a kernel's tile."""
+    """Speed-up over the kernel's tile size."""
     key = ("platform", "mask", "devices", "length")
     rows, sources = newest(of(documents, "tiles"), "rows", (*key, "tile", "layout"))
     points: list[Point] = []
@@ -119,12 +119,12 @@ def tiles(documents: Sequence[Document]) -> Finding:
             points.append((panel, plain(row["layout"]), row["tile"], ratio(row)))
             bounds[panel] = max(row["bound"], bounds.get(panel, 1.0))
     _, layout, tile, times = max(some(points), key=lambda point: point[3])
-    draw = _curves(panels(points, bounds), "queries of a tile, and as many keys", colours=of_layout)
+    draw = _curves(panels(points, bounds), "tile size (queries × as many keys)", colours=of_layout)
     return Finding({"layout": layout, "times": times, "tile": tile}, sources, draw)
 
 
 def masks(documents: Sequence[Document], platform: str) -> Finding:
-    """Speed-up for every mask, of the most devices and the longest text."""
+    """Speed-up for every mask, with the most devices and the longest sequences."""
     own = [x for x in of(documents, "masks") if {row["platform"] for row in x.rows("rows")} == {platform}]
     rows, sources = newest(own, "rows", ("mask", "devices", "length", "layout"))
     rows = some(row for row in rows if plain(row["layout"]) != "contiguous")
@@ -139,7 +139,7 @@ def masks(documents: Sequence[Document], platform: str) -> Finding:
     wins = {mask: name if bars[mask][name] > 1 else "contiguous" for mask, name in wins.items()}
     best = max(sorted(set(wins.values())), key=list(wins.values()).count)
     won = words([mask for mask, layout in wins.items() if layout == best])
-    finding = f"which layout is best depends on the mask: {best} for {won}"
+    finding = f"the best layout depends on the mask: {best} for {won}"
     if len(set(wins.values())) == 1:
         finding = f"{best} gains most under every mask"
     numbers = {"finding": finding, "length": length, "devices": devices}

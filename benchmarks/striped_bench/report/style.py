@@ -1,8 +1,8 @@
-"""Style: colours that people who see colours differently can tell apart, in light and in dark, and how to write files.
+"""Style: a colour-blind-safe palette for light and dark schemes, and writing figures to files.
 
 A figure is drawn once, in the colours of the light scheme. In its SVG each of these becomes a CSS variable with that
-colour as fallback, so that a page, or a style sheet inside the file, can turn the figure dark. Shades are made with
-opacity, never with a paler colour, for the same reason.
+colour as fallback, so that a page, or a style sheet inside the file, can switch the figure to dark. For the same reason
+shades are made with opacity, never with a paler colour.
 """
 
 import io
@@ -17,7 +17,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-# Name: light, dark. The coloured ones are Okabe and Ito's, lighter in the dark.
+# Name: light, dark. The hues are those of Okabe and Ito, lighter for the dark scheme.
 PALETTE = {
     "paper": ("#fefefe", "#14171c"),
     "ink": ("#1d2126", "#e3e6ea"),
@@ -30,18 +30,18 @@ PALETTE = {
     "pink": ("#cc79a7", "#f0a6cf"),
     "yellow": ("#e69f00", "#f7c948"),
 }
-MARKERS = {"blue": "o", "orange": "s", "green": "^", "pink": "D", "yellow": "P", "sky": "v"}  # of a colour's lines
-CYCLE = tuple(MARKERS)  # for what is no layout
+MARKERS = {"blue": "o", "orange": "s", "green": "^", "pink": "D", "yellow": "P", "sky": "v"}  # line markers by colour
+CYCLE = tuple(MARKERS)  # for series that are not layouts
 WIDTH = 8.0  # inches
 
 
 def colour(name: str) -> str:
-    """As figures are drawn: the light one."""
+    """Return the light colour of a name, in which figures are drawn."""
     return PALETTE[name][0]
 
 
 def of_layout(layout: str) -> str:
-    """The name of a layout's colour, the same in every figure."""
+    """Return the name of a layout's colour, which is the same in every figure."""
     if layout.startswith("contiguous"):
         return "orange"
     if layout.startswith("zigzag"):
@@ -52,7 +52,7 @@ def of_layout(layout: str) -> str:
 
 
 def drawing() -> AbstractContextManager[None]:
-    """What matplotlib must know while figures are made and written."""
+    """Matplotlib settings under which figures are made and written."""
     ink, quiet = colour("ink"), colour("quiet")
     settings: Any = {
         **{"figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none"},
@@ -60,7 +60,7 @@ def drawing() -> AbstractContextManager[None]:
         **{"xtick.color": quiet, "ytick.color": quiet, "xtick.labelcolor": ink, "ytick.labelcolor": ink},
         **{"axes.spines.top": False, "axes.spines.right": False, "axes.axisbelow": True},
         **{"grid.color": colour("faint"), "grid.linewidth": 0.7, "legend.frameon": False, "legend.fontsize": 8.5},
-        **{"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans", "Verdana"]},  # alike in width
+        **{"font.family": "sans-serif", "font.sans-serif": ["DejaVu Sans", "Verdana"]},  # of similar width
         **{"font.size": 9.0, "axes.titlesize": 9.5, "axes.labelsize": 9.0},
         **{"svg.fonttype": "none", "svg.hashsalt": "striped", "lines.linewidth": 1.8, "lines.markersize": 5.5},
     }
@@ -68,18 +68,18 @@ def drawing() -> AbstractContextManager[None]:
 
 
 def figure(height: float) -> Figure:
-    """An empty one, as wide as all others."""
+    """Make an empty figure of the common width."""
     return Figure(figsize=(WIDTH, height), layout="constrained")
 
 
 def legend_below(figure: Figure, axes: Sequence[Axes], columns: int = 4) -> None:
-    """Every name of every panel, once, below them all."""
+    """Put one legend with all names of all panels below the figure."""
     found = {label: handle for one in axes for handle, label in zip(*one.get_legend_handles_labels(), strict=True)}
     figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(columns, len(found)))
 
 
 def svg(figure: Figure, name: str) -> str:
-    """An <svg> element for a page: transparent, colours from the page's variables, ids that no other figure has."""
+    """Make an <svg> element for a page: transparent, with the page's colour variables and unique ids."""
     written = io.StringIO()
     figure.savefig(written, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     text = written.getvalue()
@@ -89,19 +89,19 @@ def svg(figure: Figure, name: str) -> str:
     text = re.sub(r'(\bid="|url\(#|href="#)', rf"\g<1>{name}-", text)
     for variable, (light, _) in PALETTE.items():
         text = text.replace(light, f"var(--{variable}, {light})")
-    text = re.sub(r"(\.\d\d)\d+", r"\1", text)  # a hundredth of a point is enough
+    text = re.sub(r"(\.\d\d)\d+", r"\1", text)  # two decimals of a point are enough
     return re.sub(r"\n(?=[LMz])|[ \t]+(?=\n)", "", text)
 
 
 def css_variables() -> str:
-    """The palette as CSS, for light and for dark."""
+    """Return the palette as CSS variables, for light and dark."""
     light, dark = (" ".join(f"--{name}: {both[i]};" for name, both in PALETTE.items()) for i in (0, 1))
     root = f":root {{ color-scheme: light dark; {light} }}\n"
     return f"{root}@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
 
 
 def save(figure: Figure, folder: pathlib.Path, name: str, title: str) -> None:
-    """Write NAME.svg, which turns dark by itself, and NAME.png, which is light, with the finding above the figure."""
+    """Write NAME.svg, which follows the light or dark scheme, and NAME.png (light), with `title` above the figure."""
     lines = textwrap.wrap(title, 88)
     figure.set_figheight(figure.get_figheight() + 0.25 * len(lines))
     figure.suptitle("\n".join(lines), fontsize=11, fontweight="bold")
@@ -109,5 +109,5 @@ def save(figure: Figure, folder: pathlib.Path, name: str, title: str) -> None:
     start = text.index(">") + 1
     own = f'<style>{css_variables()}</style><rect width="100%" height="100%" style="fill: var(--paper)"/>'
     (folder / f"{name}.svg").write_text(f"{text[:start]}\n{own}{text[start:]}")
-    figure.set_layout_engine("none")  # everything has its place
+    figure.set_layout_engine("none")  # keep the layout that was computed for the SVG
     figure.savefig(folder / f"{name}.png", dpi=150, facecolor=colour("paper"), metadata={"Software": None})

@@ -1,4 +1,4 @@
-"""Training: `striped train` against a plain PyTorch trainer, from the suite `trainers`."""
+"""Training: `striped train` compared with a plain PyTorch trainer, from the suite `trainers`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ HEAD = (
 
 
 def trainers(documents: Sequence[Document]) -> Finding:
-    """Tokens per second of each trainer; of a case that was measured again the last counts."""
+    """Tokens per second of each trainer; of repeated cases the newest counts."""
     own = of(documents, "trainers")
     found: dict[Any, tuple[Row, Document]] = {}
     for document in own:
@@ -40,12 +40,12 @@ def trainers(documents: Sequence[Document]) -> Finding:
 
 
 def _case(row: Row, document: Document) -> tuple[Any, ...]:
-    """The order of rows: whole sequences before documents, ours before torch's."""
+    """Sort key of rows: whole sequences before documents, striped train before PyTorch."""
     return document.hardware, row["preset"], row["length"], list(TEXTS).index(row["text"]), row["trainer"]
 
 
 def _finding(rows: Sequence[Row]) -> str:
-    """How ours compares, for whole sequences and for documents; or how fast it is, with nothing to compare to."""
+    """State the speed relative to PyTorch by kind of sequence, or the absolute speed if there is no comparison."""
     ours = [row for row in rows if row["trainer"] == "striped"]
     parts = []
     for text, name in TEXTS.items():
@@ -59,7 +59,7 @@ def _finding(rows: Sequence[Row]) -> str:
 
 
 def _cells(row: Row, document: Document) -> tuple[str, ...]:
-    """A row of the table; what was not measured is left blank."""
+    """Format a row of the table; values that were not measured stay blank."""
     say = lambda name, form: "" if row.get(name) is None else format(row[name], form)  # noqa: E731
     versions = document.content["versions"]
     package = "torch" if row["trainer"] == "torch" else "jax"

@@ -1,9 +1,9 @@
 """The kernel `cudnn`: NVIDIA GPUs, by cuDNN's fused attention.
 
-kernel     blocks, as the contract has them
-pieces     a block in the shapes that cuDNN knows
-binding    the private entry points of JAX that run cuDNN
-emulation  cuDNN's shapes in plain JAX, for tests on a CPU
+kernel     attention over blocks, as `contract.py` defines it
+pieces     a block as one of the masks that cuDNN supports
+binding    JAX's private entry points to cuDNN
+emulation  cuDNN's attention in plain JAX, for tests on a CPU
 """
 
 from striped_attention.kernels.cudnn.emulation import emulated

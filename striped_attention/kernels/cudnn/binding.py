@@ -1,7 +1,7 @@
-"""cuDNN's fused attention as JAX ships it: the private entry points of JAX that the `cudnn` kernel needs, in one place.
+"""cuDNN's fused attention, through the private entry points of JAX that the `cudnn` kernel needs.
 
-`jax.nn.dot_product_attention` runs cuDNN too, but its backward pass insists on its own `out` and `lse`. A ring needs
-that of a block with the `out` and `lse` of the whole row, so it calls the two primitives underneath.
+`jax.nn.dot_product_attention` runs cuDNN too, but its backward pass always uses its own `out` and `lse`. A ring needs
+the gradients of a block with the `out` and `lse` of the whole row, so this module calls the two underlying primitives.
 """
 
 from typing import Any
@@ -10,19 +10,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-EMULATED = False  # set while tests run the kernel without a GPU
-WORKS = ((0, 10), (0, 13))  # from the first of these versions of JAX up to the second, not included
-CUDNN = 91100  # 9.11: the first that knows every GPU from Ampere to Blackwell
+EMULATED = False  # True while tests run the kernel without a GPU
+WORKS = ((0, 10), (0, 13))  # supported versions of JAX: from the first up to, but not including, the second
+CUDNN = 91100  # 9.11: the first version that supports every GPU from Ampere to Blackwell
 
 
 def unavailable() -> str | None:
-    """Why cuDNN cannot be used on the GPUs of this machine, in a sentence; None if it can."""
+    """Return why cuDNN cannot be used on this machine's GPUs, as a sentence; None if it can."""
     if EMULATED:
         return None
     jax_version = tuple(map(int, jax.__version__.split(".")[:2]))
     if not WORKS[0] <= jax_version < WORKS[1]:
         first, last = (".".join(map(str, v)) for v in WORKS)
-        return f"It knows how to call cuDNN through JAX {first} to before {last}; this is JAX {jax.__version__}."
+        return f"It supports JAX {first} up to, but not including, {last}; this is JAX {jax.__version__}."
     if jax.default_backend() != "gpu":
         return f"It needs an NVIDIA GPU, and JAX runs on a {jax.default_backend()}."
     device = jax.local_devices()[0]
@@ -31,12 +31,12 @@ def unavailable() -> str | None:
     if float(device.compute_capability) < 8:
         return f"It needs compute capability 8.0 (Ampere) or newer; this GPU has {device.compute_capability}."
     if version() < CUDNN:
-        return f"It needs cuDNN {CUDNN} or newer; this is {version() or 'a JAX without cuDNN'}."
+        return f"It needs cuDNN {CUDNN} or newer; JAX has {version() or 'no cuDNN'}."
     return None
 
 
 def version() -> int:
-    """Of cuDNN, as cuDNN writes it: 91900 is 9.19.0. 0 without cuDNN."""
+    """Return the version of cuDNN as an integer, e.g. 91900 for 9.19.0; 0 without cuDNN."""
     from jax._src.lib import cuda_versions
 
     return 0 if cuda_versions is None else int(cuda_versions.cudnn_get_version())
@@ -51,9 +51,9 @@ def forward(
     causal: bool,
     window: int | None = None,
 ) -> list[Array]:
-    """Output in the dtype of q, and the log-sum-exp of the scores, [batch, heads, queries].
+    """Return the output in the dtype of q, and the log-sum-exp of the scores, [batch, heads, queries].
 
-    With `causal` row i sees the keys up to i, with a window the last `window` of those.
+    With `causal`, row i sees the keys up to i; with a window, only the last `window` of those.
     """
     fused = _jax()
     nothing = jnp.zeros(0, q.dtype)
@@ -70,7 +70,7 @@ def forward_lengths(
     *,
     scale: float,
 ) -> list[Array]:
-    """Output like q, and the log-sum-exp [batch, heads, queries]. Rows see the first `lengths` keys, one or more."""
+    """Return the output, like q, and the log-sum-exp [batch, heads, queries]. Rows see the first `lengths` ≥ 1 keys."""
     fused = _jax()
     nothing = jnp.zeros(0, q.dtype)
     options = _options(fused, scale, causal=False, window=None)
@@ -93,7 +93,7 @@ def backward(
     causal: bool,
     window: int | None = None,
 ) -> list[Array]:
-    """dq, dk, dv in the dtype of q, for whatever `out` and `lse` are given."""
+    """Return dq, dk, dv in the dtype of q, for any given `out` and `lse`."""
     fused = _jax()
     nothing = jnp.zeros(0, q.dtype)
     return fused._dot_product_attention_bwd_p_wrapper.bind(

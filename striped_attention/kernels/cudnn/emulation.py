@@ -1,4 +1,4 @@
-"""Emulation: cuDNN's shapes of attention in plain JAX, so that the kernel's pieces can be checked on a CPU."""
+"""Emulation: cuDNN's attention in plain JAX, so that the kernel can be tested on a CPU."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,15 +13,15 @@ from striped_attention.kernels.cudnn import binding, kernel
 
 
 def forward(q: Array, k: Array, v: Array, *, scale: float, causal: bool, window: int | None = None) -> list[Array]:
-    """As `binding.forward`."""
-    assert q.shape[-1] % 8 == 0, "cuDNN takes heads whose dimension is a multiple of 8"
+    """Emulate `binding.forward`."""
+    assert q.shape[-1] % 8 == 0, "cuDNN requires a head dimension that is a multiple of 8"
     dtype, (q, k, v) = q.dtype, (x.astype(accumulator(x.dtype)) for x in (q, k, v))
     out, lse = dense_partial(q, k, v, _visible(q, k, causal, window)[None], scale=scale)
     return [out.astype(dtype), jnp.swapaxes(lse, 1, 2)]
 
 
 def forward_lengths(q: Array, k: Array, v: Array, lengths: Array, *, scale: float) -> list[Array]:
-    """As `binding.forward_lengths`: heads first, and rows see the first `lengths` keys."""
+    """Emulate `binding.forward_lengths`: heads first, and rows see the first `lengths` keys."""
     visible = (jnp.arange(k.shape[2]) < lengths[:, None])[:, None, :]
     visible = jnp.broadcast_to(visible, (len(lengths), q.shape[2], k.shape[2]))
     dtype, (q, k, v) = q.dtype, (jnp.swapaxes(x, 1, 2).astype(accumulator(x.dtype)) for x in (q, k, v))
@@ -41,7 +41,7 @@ def backward(
     causal: bool,
     window: int | None = None,
 ) -> list[Array]:
-    """As `binding.backward`."""
+    """Emulate `binding.backward`."""
     dtype, (q, k, v, out, dout) = q.dtype, (x.astype(accumulator(x.dtype)) for x in (q, k, v, out, dout))
     group = q.shape[2] // k.shape[2]
     heads = lambda x: jnp.repeat(x, group, axis=2)  # noqa: E731
@@ -63,7 +63,7 @@ def _visible(q: Array, k: Array, causal: bool, window: int | None) -> np.ndarray
 
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
-    """A context in which the kernel runs on a CPU, in float32 as well."""
+    """Context manager in which the kernel runs on a CPU and also supports float32."""
     played = {"forward": forward, "forward_lengths": forward_lengths, "backward": backward}
     real = {name: getattr(binding, name) for name in played}
     try:

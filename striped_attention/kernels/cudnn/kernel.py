@@ -1,10 +1,10 @@
-"""The kernel `cudnn`: blocks on NVIDIA GPUs, by cuDNN's fused attention.
+"""The kernel `cudnn`: attention over blocks on NVIDIA GPUs, by cuDNN's fused attention.
 
-cuDNN takes no ranges of keys. `pieces.py` says which of the shapes that it knows a block can be; here the device takes
-one of them. Rows of a piece that lie outside the block are blank: they see keys, but nobody sees them.
+cuDNN does not accept key ranges. `pieces.py` computes which of the masks that cuDNN supports a block can have; here the
+device selects one of them at run time. Rows of a piece outside the block are padding: their results are discarded.
 
-cuDNN gives `out`, dq, dk and dv in the dtype of its inputs. They are widened to float32 before they are merged and
-added up, but what cuDNN has rounded is lost (docs/performance.md says what that costs).
+cuDNN returns `out`, dq, dk and dv in the dtype of its inputs. They are converted to float32 before they are merged and
+summed, but cuDNN's rounding cannot be undone (docs/performance.md reports its cost).
 """
 
 import functools
@@ -27,44 +27,44 @@ FULL_OUT = False
 SUMS_LAST = False
 DIFFERENTIABLE = False
 DTYPES = ["bfloat16", "float16"]
-# Fitted to benchmarks/results/gpu_attention_*.json, by least squares of relative errors; a test repeats that.
+# Fitted to benchmarks/results/gpu_attention_*.json, by least squares of relative errors; a test repeats the fit.
 RATES = {
     "gpu": Rates(
         forward=Rate(efficiency=0.601, query_bytes=16.1, seconds=78.6e-6),
         backward=Rate(efficiency=0.547, query_bytes=71.9, seconds=81.9e-6),
         known="measured on an H200",
-        lanes=64,  # seen with the 100 of preset 3b: benchmarks/results/gpu_step_3b_64k.json
+        lanes=64,  # observed with head dim 100 of preset 3b: benchmarks/results/gpu_step_3b_64k.json
     )
 }
-_LARGE = 1e30  # log-sum-exp of a blank row: no key has any weight
+_LARGE = 1e30  # log-sum-exp of a padding row: every probability is 0
 
 Gradients = tuple[Array, Array, Array, None]
 
 
 def default_tile(request: Request) -> tuple[int, int]:
-    """What cuDNN skips by; it chooses its tiles itself."""
+    """Return the granularity at which cuDNN skips hidden keys; it chooses its tiles itself."""
     return (128, 128)
 
 
 def unsupported(request: Request) -> str | None:
-    """What this kernel cannot do of what is asked, in a sentence; None if it can do all of it."""
+    """Return why this kernel cannot run the request, as a sentence; None if it can."""
     if request.gathered:
-        return "It needs as many keys as queries, dealt alike, not keys that were gathered from several devices."
+        return "It needs as many keys as queries, in the same layout, not keys gathered from several devices."
     if request.documents or request.prefix not in (None, 0):
-        return "It knows causal, full and window masks, not documents or a prefix, nor the ranges of a windowed cache."
+        return "It supports causal, full or window masks, not documents, a prefix or the ranges of a windowed cache."
     if request.causal and (reason := _too_many_runs(request)):
         return reason
     if not request.causal and request.window is not None:
-        return "It has no window without a causal mask."
+        return "It supports sliding windows only with a causal mask."
     if not request.causal and request.padded:
-        return "With a full mask it cannot hide padding."
+        return "It cannot mask padding under a full mask."
     if request.dtype not in DTYPES:
         return f"It computes in {' or '.join(DTYPES)}; the queries are {request.dtype}."
     if request.dim > 128:
         return f"It needs a head dimension of at most 128; got {request.dim}."
     for name, value in (("softcap", request.softcap), ("bias", request.bias), ("tile", request.tile)):
         if value is not None:
-            return f"It has no {name}."
+            return f"It does not support {name}."
     if request.deterministic:
         return "It adds up gradients in an order that changes from run to run, so it is not deterministic."
     return binding.unavailable() if request.here else None
@@ -76,8 +76,8 @@ def _too_many_runs(request: Request) -> str | None:
         return None
     held = "unequal runs" if runs is None else f"{runs.count} runs"
     return (
-        f"It needs a device's tokens in at most {MOST_RUNS} runs of evenly spaced positions; with {request.layout!r} "
-        f"they are in {held}."
+        f"It needs each device's tokens in at most {MOST_RUNS} runs of evenly spaced positions; with "
+        f"{request.layout!r} they are in {held}."
     )
 
 
@@ -134,7 +134,7 @@ def _pattern(block: Block) -> Pattern:
 
 
 def _runs(arrays: Any, block: Block) -> list[Any]:
-    """Arrays of a block by the runs that a device's tokens are in."""
+    """Split the arrays of a block into the runs of a device's tokens."""
     count = runs_of(_pattern(block)).count
     leaves, structure = jax.tree.flatten(arrays)
     parts = zip(*(jnp.split(x, count, axis=1) for x in leaves), strict=True)
@@ -142,7 +142,7 @@ def _runs(arrays: Any, block: Block) -> list[Any]:
 
 
 def _meetings(block: Block) -> Iterator[tuple[int, int, Cases, Any]]:
-    """Runs of queries and keys that may see each other, what they can be, and how far the queries lie ahead."""
+    """Yield query and key runs that may see each other, their possible pieces, and how far the queries are ahead."""
     pattern, slots = _pattern(block), block.query_positions.shape[0]
     count = runs_of(pattern).count
     for i in range(count):
@@ -159,7 +159,7 @@ def _nothing(q: Array) -> Partial:
 
 
 def _forward(q: Array) -> Callable[..., Partial]:
-    """Attention of queries that are made ready once, to keys of which they see one of several pieces."""
+    """Prepare the queries once; the returned function attends to keys by one of several possible pieces."""
     batch, slots, heads, dim = q.shape
     wide = _widen(q)
     queries = _Rows(wide)
@@ -180,7 +180,7 @@ def _forward(q: Array) -> Callable[..., Partial]:
 
 
 def _backward(q: Array, out: Array, lse: Array, dout: Array) -> Callable[..., Gradients]:
-    """The same for the gradients."""
+    """Like `_forward`, for the gradients."""
     dim, wide, dtype = q.shape[-1], _widen(q), accumulator(q.dtype)
     queries, outs, douts = (_Rows(_widen(x.astype(q.dtype))) for x in (q, out, dout))
     stats = _Rows(jnp.swapaxes(jnp.where(jnp.isneginf(lse), _LARGE, lse), 1, 2), axis=2, fill=_LARGE)
@@ -201,7 +201,7 @@ def _backward(q: Array, out: Array, lse: Array, dout: Array) -> Callable[..., Gr
 
 
 def _attend_first(q: Array, k: Array, v: Array, block: Block) -> Partial:
-    """Attention of all queries of a sequence to its first keys, which may be none: for a cache."""
+    """Attend from all queries of a sequence to its first keys, possibly none: for a cache."""
     counts = jnp.broadcast_to(block.end[:, 0], q.shape[:1])
     heads, keys, values = (_widen(jnp.swapaxes(x, 1, 2)) for x in (q, k, v))
     out, lse = binding.forward_lengths(heads, keys, values, jnp.maximum(counts, 1), scale=block.scale)
@@ -211,12 +211,12 @@ def _attend_first(q: Array, k: Array, v: Array, block: Block) -> Partial:
 
 
 def _widen(x: Array) -> Array:
-    """Heads as wide as cuDNN wants them, a multiple of 8: zeros change no score and give a zero."""
+    """Pad the head dimension with zeros to a multiple of 8, as cuDNN requires: scores stay the same."""
     return _pad(x, 0, -x.shape[-1] % 8, x.ndim - 1, 0.0)
 
 
 class _Rows:
-    """An array of the queries, of which pieces take ranges of rows; common ranges are cut once, for all blocks."""
+    """An array with a row per query. Pieces take ranges of rows; common ranges are sliced once, for all blocks."""
 
     def __init__(self, x: Array, axis: int = 1, fill: float = 0.0) -> None:
         self.x, self.axis, self.fill = x, axis, fill
@@ -234,7 +234,7 @@ class _Rows:
 
 
 def _pad(x: Array, before: int, after: int, axis: int, fill: float) -> Array:
-    """Add to an axis at both ends, or cut off where the number is negative."""
+    """Pad an axis at both ends; negative widths crop."""
     if before == after == 0:
         return x
     widths = [(before, after, 0) if i == axis else (0, 0, 0) for i in range(x.ndim)]
@@ -247,7 +247,7 @@ def _keys(x: Array, piece: Piece) -> Array:
 
 
 class _Result(NamedTuple):
-    """An array that pieces make: like which array of the block, along which axis, and what it is where they are not."""
+    """A result of a piece: the array of the block with its shape, the axis of its rows, and the value elsewhere."""
 
     like: Any
     axis: int
@@ -255,13 +255,13 @@ class _Result(NamedTuple):
     of_keys: bool = False
 
     def place(self, x: Array, piece: Piece) -> Array:
-        """What a piece made, where it belongs in the block."""
+        """Place the result of a piece in the block."""
         first, last = piece.keys if self.of_keys else piece.rows
         x = _pad(x, first, self.like.shape[self.axis] - last, self.axis, self.fill)
         return jnp.flip(x, self.axis) if piece.backwards else x
 
     def place_one(self, x: Array, pieces: list[Any], which: Any) -> Array:
-        """What one of several pieces of a size made, where it belongs in the block."""
+        """Place the result of one of several pieces of equal size in the block."""
         firsts = [0 if self.of_keys else piece.rows[0] for piece in pieces]
         most = max(firsts)
         if most == min(firsts):
@@ -274,9 +274,9 @@ class _Result(NamedTuple):
 
 
 def _take(run: Callable[[Any], Any], results: list[_Result], possible: Cases, ahead: Any) -> list[Array]:
-    """Run the piece that the block is, and put its results where they belong.
+    """Run the piece that matches the block and place its results in the block.
 
-    Results of one shape are placed after the branches, where the compiler can do it while they are read.
+    Results of equal shape are placed after the branches, where the compiler can fuse this with their consumers.
     """
     pieces = list(possible.pieces)
     blank = lambda: [result.blank(results[0].like) for result in results]  # noqa: E731

@@ -1,22 +1,22 @@
-"""Pieces: a block of attention in the shapes that cuDNN knows.
+"""Pieces: a block of attention as one of the masks that cuDNN supports.
 
-cuDNN takes no ranges of keys, but it can do two shapes: every row sees every key, and row i sees the keys up to i, or
-the last `window` of them. Where a device holds its tokens in one or two runs of evenly spaced positions, every block of
-a causal or windowed mask is one of a few such *pieces*.
+cuDNN does not accept key ranges. It supports two masks: every row sees every key; or row i sees the keys up to i, or
+only the last `window` of them. If a device holds its tokens in one or two runs of evenly spaced positions, every block
+of a causal or windowed mask is one of a few such *pieces*.
 
-Two runs that meet see each other in a *band*: with query x at position a + d·x and key y at d·y, d being the spacing,
+The mask between two runs is a *band*: with query x at position a + d·x and key y at d·y, where d is the spacing,
 
     row x sees the keys  x + low ≤ y < x + high,    high = ⌊a / d⌋ + 1,    low = ⌊(a - window) / d⌋ + 1
 
-    high = 1    the diagonal is visible: causal        high = 0    it is hidden: causal, for the queries one slot on
-    high ≥ n    nothing limits a row on that side      high ≤ 1-n  nobody sees anything
+    high = 1    the diagonal is visible: causal        high = 0    it is hidden: causal, with queries shifted by a slot
+    high ≥ n    no upper limit (runs of n slots)       high ≤ 1-n  no key is visible
 
-Which band it is depends on how far apart the runs are, `a`, and so on the devices that meet. They are known only when
-the program runs: the pieces of a block are branches. All distances there can be are known before, and with them the few
-places where one piece gives way to another.
+The band depends on `a`, the distance between the runs, and so on the two devices. They are known only at run time, so
+the pieces of a block are branches. All possible distances are known at trace time, and with them the few thresholds at
+which one piece replaces another.
 
-If a device holds two runs, a block is four bands. Often they make up one piece (a rectangle, or one band over all),
-else runs meet one by one.
+If a device holds two runs, a block consists of four bands. Often these form one piece (a rectangle, or one band over
+the whole block); otherwise runs are processed pair by pair.
 """
 
 import functools
@@ -30,11 +30,11 @@ import numpy as np
 from striped_attention.core.layout import Runs
 from striped_attention.kernels.contract import Pattern
 
-MOST_RUNS = 2  # of a device; more would be many small pieces
+MOST_RUNS = 2  # per device; more runs would give many small pieces
 
 
 class Piece(NamedTuple):
-    """What one call of cuDNN works on: a range of rows, which may reach out of the block, and one of keys.
+    """The work of one cuDNN call: a range of rows, which may extend beyond the block, and a range of keys.
 
     `backwards` counts rows and keys from the end of the block.
     """
@@ -47,13 +47,13 @@ class Piece(NamedTuple):
 
 
 class Band(NamedTuple):
-    """Row x sees the keys [x + low, x + high); None: nothing limits it on that side."""
+    """Row x sees the keys [x + low, x + high); None means no limit on that side."""
 
     low: int | None
     high: int | None
 
     def within(self, slots: int) -> "Band | None":
-        """The band between runs of so many slots, limits that limit nobody left out; None if nobody sees anything."""
+        """Return the band between runs of `slots` slots without ineffective limits; None if no key is visible."""
         low = None if self.low is None or self.low <= 1 - slots else self.low
         high = None if self.high is None or self.high >= slots else self.high
         hidden = (high is not None and high <= 1 - slots) or (low is not None and low >= slots)
@@ -61,15 +61,15 @@ class Band(NamedTuple):
         return None if hidden else Band(low, high)
 
     def moved(self, keys: int) -> "Band":
-        """The band as seen when keys are counted from so many further on."""
+        """Return the same band with keys counted from key `keys` on."""
         return Band(*(None if limit is None else limit - keys for limit in self))
 
 
 class Cases(NamedTuple):
-    """The pieces that a block can be (None: nobody sees anything), and where one gives way to another.
+    """The pieces that a block can be (None: no key is visible), and the thresholds at which one replaces another.
 
-    The block is `pieces[first]` if queries lie as far ahead of keys as the nearest that there are, and with every
-    place in `steps` that they reach the number of the piece changes by what stands there.
+    The index of the piece depends on how far the queries are ahead of the keys. It is `first` at the smallest possible
+    distance, and every entry (place, change) of `steps` adds `change` once the distance reaches `place`.
     """
 
     pieces: tuple[Piece | None, ...]
@@ -77,14 +77,14 @@ class Cases(NamedTuple):
     steps: tuple[tuple[int, int], ...]
 
     def which(self, ahead: Any) -> Any:
-        """The number of the piece, for a block whose first query lies `ahead` of its first key."""
+        """Return the index of the piece for a block whose first query is `ahead` positions after its first key."""
         changes = (jnp.where(ahead >= place, change, 0) for place, change in self.steps)
         return sum(changes, jnp.int32(self.first))
 
 
 @functools.lru_cache(maxsize=256)
 def cases(pattern: Pattern, slots: int) -> Cases | None:
-    """What a block of so many slots can be, if always one piece; else None, and runs must meet one by one."""
+    """Return the pieces that a block can be, or None if a block may need several: runs are then paired one by one."""
     if not pattern.causal:
         return Cases((Piece((0, slots), (0, slots), causal=False),), 0, ())
     runs = runs_of(pattern)
@@ -100,7 +100,7 @@ def cases(pattern: Pattern, slots: int) -> Cases | None:
 
 @functools.lru_cache(maxsize=256)
 def cases_of_runs(pattern: Pattern, slots: int, query_run: int, key_run: int) -> Cases | None:
-    """What the block of one run of queries and one of keys can be; None if they never see each other."""
+    """Return the pieces that the block of a query run and a key run can be; None if they never see each other."""
     width = slots // runs_of(pattern).count
     found: dict[int, Piece | None] = {}
     for ahead in np.unique(_distances(pattern, width)[:, query_run, key_run]).tolist():
@@ -111,7 +111,7 @@ def cases_of_runs(pattern: Pattern, slots: int, query_run: int, key_run: int) ->
 
 
 def runs_of(pattern: Pattern) -> Runs:
-    """The runs of a device; `unsupported` has refused layouts whose devices have too many."""
+    """Return the runs of a device; `unsupported` has already rejected layouts with too many runs."""
     runs = pattern.layout.runs(pattern.length, pattern.devices)
     assert runs is not None
     assert runs.count <= MOST_RUNS
@@ -119,7 +119,7 @@ def runs_of(pattern: Pattern) -> Runs:
 
 
 def _distances(pattern: Pattern, width: int) -> np.ndarray:
-    """How far queries lie ahead of keys, [pairs of devices that meet, runs of queries, runs of keys]."""
+    """Return how far queries are ahead of keys, [pairs of devices that meet, query runs, key runs]."""
     slot = np.arange(runs_of(pattern).count, dtype=np.int32) * width
     device = np.arange(pattern.devices, dtype=np.int32)[:, None]
     starts = np.asarray(pattern.layout.position(device, slot, pattern.length, pattern.devices), np.int64)
@@ -129,16 +129,16 @@ def _distances(pattern: Pattern, width: int) -> np.ndarray:
 
 
 def _limits(pattern: Pattern, ahead: Any) -> tuple[Any, Any]:
-    """Of the band of two runs, the first query lying `ahead` of the first key."""
+    """Return `low` and `high` of two runs' band; the first query is `ahead` positions after the first key."""
     spacing = runs_of(pattern).spacing
     low = None if pattern.window is None else (ahead - pattern.window) // spacing + 1
     return low, ahead // spacing + 1
 
 
 def _meetings(pattern: Pattern, width: int) -> Iterable[tuple[int, dict[tuple[int, int], Band | None]]]:
-    """How far the queries of a pair of devices may lie ahead, and the bands of their runs: all that can happen, once.
+    """Yield every distinct case for a pair of devices: how far the queries are ahead, and the bands of their runs.
 
-    A limit that limits nobody is cut off where it begins to do so. Then there are few, however many devices.
+    Limits are clipped where they stop having an effect, so there are few cases for any number of devices.
     """
     runs = range(runs_of(pattern).count)
     places = list(itertools.product(runs, runs))
@@ -151,7 +151,7 @@ def _meetings(pattern: Pattern, width: int) -> Iterable[tuple[int, dict[tuple[in
 
 
 def _as_one(bands: dict[tuple[int, int], Band | None], count: int, slots: int) -> Piece | None:
-    """All bands of a block as one piece, if they can be: one band over all, or a rectangle of full ones."""
+    """Combine a block's bands to one piece: a band over the whole block or a rectangle of full bands; else None."""
     width = slots // count
     limited = [(place, band) for place, band in bands.items() if band is not None and band != (None, None)]
     if limited:
@@ -166,23 +166,23 @@ def _as_one(bands: dict[tuple[int, int], Band | None], count: int, slots: int) -
 
 
 def _piece(band: Band, slots: int) -> Piece:
-    """A band over so many slots, as cuDNN can do it."""
+    """Convert a band over `slots` slots to a piece."""
     everything = (0, slots)
     if band.high is None and band.low is None:
         return Piece(everything, everything, causal=False)
     if band.high is None:
-        # Row i sees the keys from i + low on: from the end, row i sees the keys before i + 1 - low.
+        # Row i sees the keys from i + low on. Counted from the end, row i sees the keys before i + 1 - low.
         assert band.low is not None
         return Piece((band.low, slots), (0, min(slots, slots - band.low)), causal=True, backwards=True)
-    first = 1 - band.high  # the row that sees just the first key
-    # A row too many costs less than branches whose results differ in shape.
+    first = 1 - band.high  # the row that sees only the first key
+    # One extra row costs less than branches whose results differ in shape.
     last = slots + first if first in (0, 1) else slots
     window = None if band.low is None or band.high - band.low >= slots else band.high - band.low
     return Piece((first, last), everything, causal=True, window=window)
 
 
 def _number(found: dict[int, Piece | None]) -> Cases:
-    """Pieces by how far queries lie ahead, as a list and the places where its entries follow one another."""
+    """Convert a piece per distance to the distinct pieces and the thresholds between them."""
     pieces = tuple(dict.fromkeys(found.values()))
     numbers = [(ahead, pieces.index(found[ahead])) for ahead in sorted(found)]
     steps = [(b[0], b[1] - a[1]) for a, b in itertools.pairwise(numbers) if a[1] != b[1]]

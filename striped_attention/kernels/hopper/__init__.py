@@ -1,14 +1,15 @@
 """The kernel `hopper`: NVIDIA Hopper GPUs (H100, H200), by Pallas for Mosaic GPU.
 
-kernel     blocks, as the contract has them
+kernel     attention over blocks, as `contract.py` defines it
 forward    the Pallas kernel for out and lse
 backward   the Pallas kernels for dq, and for dk and dv
-parts      what they share
-walk       the tiles that a thread block visits, and in which order
+one_pass   the Pallas kernel for all gradients at once
+parts      building blocks shared by these kernels
+walk       the tiles that a thread block visits, and their order
 emulation  the kernels in Pallas's interpreter, for tests on a CPU
 
-It compiles for these GPUs and gives the right numbers in the interpreter, but has not run on one: nothing is known of
-its speed, and `kernel="auto"` does not take it. Ask for it by name.
+It compiles for these GPUs and gives correct results in the interpreter, but has not run on one. Its speed is unknown,
+so `kernel="auto"` does not select it: request it by name.
 """
 
 from striped_attention.kernels.hopper.emulation import emulated

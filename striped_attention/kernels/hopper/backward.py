@@ -1,10 +1,12 @@
-"""Backward: the Pallas kernels for the gradients, in two passes. Shapes are whole tiles; `kernel.py` pads them.
+"""Backward: the Pallas kernels for the gradients, in two passes. `kernel.py` pads shapes to whole tiles.
+
+A thread block has 128 queries or 128 keys and visits the other tiles:
 
     query_grads    128 queries   visits key tiles    S, P from lse, dP = dO Vᵀ, dS = P (dP - delta), dQ += dS K
     key_grads      128 keys      visits query tiles  the same transposed: dV += Pᵀ dO, dK += dSᵀ Q
 
-Warpgroups share the work as in `forward.py`. With two passes every sum has one writer and an order that never changes:
-the results are the same bits every time.
+Warpgroups share the work as in `forward.py`. With two passes, every sum has one writer and a fixed order, so the
+results are bitwise reproducible.
 """
 
 from typing import Any
@@ -23,9 +25,9 @@ def query_grads(
     q: Any, k: Any, v: Any, dout: Any, stats: Any, items: Any, bounds: Any, places: Any, slopes: Any, scores: Scores,
     stages: int,
 ) -> Any:  # fmt: skip
-    """dq [batch, queries, heads, dim], and with a bias the gradient of the slopes by query, [batch, heads, queries].
+    """Return dq [batch, queries, heads, dim], and with a bias the slopes' gradient per query, [batch, heads, queries].
 
-    `stats` is [batch, heads, 2, queries]: lse in powers of two, and delta, the sum of out · dout.
+    `stats` is [batch, heads, 2, queries]: the base-2 lse, and delta, the sum of out · dout.
     """
     batch, queries, heads, dim = q.shape
     value_dim = v.shape[-1]
@@ -120,9 +122,9 @@ def key_grads(
     q: Any, k: Any, v: Any, dout: Any, stats: Any, items: Any, bounds: Any, places: Any, slopes: Any, scores: Scores,
     stages: int, wanted: tuple[str, ...],
 ) -> Any:  # fmt: skip
-    """dk [batch, keys, kv heads, dim] and dv [batch, keys, kv heads, value dim], summed over the heads of a group.
+    """Return dk [batch, keys, kv heads, dim] and dv [batch, keys, kv heads, value dim], summed over heads of a group.
 
-    Or one of them, where registers do not suffice for both: as `wanted` lists them.
+    `wanted` lists which of them to return: wide heads leave registers for only one at a time.
     """
     heads, kv_heads, dim = q.shape[2], k.shape[2], k.shape[3]
     value_dim = v.shape[-1]

@@ -1,7 +1,7 @@
-"""Emulation: the kernels in the interpreter of Pallas, on a CPU.
+"""Emulation: the kernels in Pallas's interpreter, on a CPU.
 
-Threads of a thread block wait for each other inside of callbacks, so JAX must have threads enough when it starts:
-NPROC=16 in the environment. Products are plain ones: the interpreter's tensor cores take nothing from registers.
+Threads of a thread block wait for each other inside callbacks, so JAX must start with enough threads: set NPROC=16 in
+the environment. Matrix products are plain ones, because the interpreter's wgmma does not accept register operands.
 """
 
 import contextlib
@@ -15,13 +15,13 @@ _THREADS = 16
 
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
-    """A context in which the kernel runs on a CPU, in float32 as well."""
-    from jax._src.pallas.mosaic_gpu.interpret import params  # public from JAX 0.11.2 on
+    """Context manager in which the kernel runs on a CPU and also supports float32."""
+    from jax._src.pallas.mosaic_gpu.interpret import params  # public since JAX 0.11.2
 
     from striped_attention.kernels.hopper import parts
 
     if int(os.environ.get("NPROC", os.cpu_count() or 1)) < _THREADS:
-        raise RuntimeError(f"Interpreted kernels would wait for each other for ever: start with NPROC={_THREADS}.")
+        raise RuntimeError(f"Interpreted kernels would deadlock for lack of threads: start with NPROC={_THREADS}.")
     parts.emulating = True
     kernel.RATES["cpu"] = kernel.RATES["gpu"]
     kernel.DTYPES.append("float32")

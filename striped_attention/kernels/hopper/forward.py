@@ -1,9 +1,9 @@
-"""Forward: the Pallas kernel for out and lse. Shapes are whole tiles; `kernel.py` pads them.
+"""Forward: the Pallas kernel for out and lse. `kernel.py` pads shapes to whole tiles.
 
 A thread block has 128 queries and visits key tiles: S = QKᵀ, P = exp2(S - top), O += PV, with the running maximum `top`
-and the running sum `total` of each row. It has three warpgroups. Two compute, on 64 rows each; the third one fetches
-tiles into shared memory, as many steps ahead as there are stages. The computing ones take turns: while one multiplies,
-the other one does its softmax. Scores are in powers of two: exp2 is what the hardware has.
+and the running sum `total` of each row. It has three warpgroups. Two compute, with 64 rows each; the third prefetches
+tiles into shared memory, as many steps ahead as there are stages. The compute warpgroups alternate: while one
+multiplies, the other computes its softmax. Scores are in base 2, because the hardware has exp2.
 """
 
 import functools
@@ -22,10 +22,10 @@ from striped_attention.kernels.hopper.walk import ROWS, TILE
 def forward(
     q: Any, k: Any, v: Any, items: Any, bounds: Any, places: Any, slopes: Any, scores: Scores, tile_k: int
 ) -> Any:
-    """out [batch, queries, heads, value dim] and lse [batch, heads, queries], natural, of a block.
+    """Return out [batch, queries, heads, value dim] and the natural lse [batch, heads, queries] of a block.
 
-    `bounds` is [rows, 2, queries], start and end. `places`, positions of queries and of keys, and `slopes` of heads are
-    there for a bias only.
+    `bounds` is [rows, 2, queries], start and end. `places` (positions of queries and of keys) and `slopes` (one per
+    head) are set only with a bias.
     """
     batch, queries, heads, dim = q.shape
     value_dim = v.shape[-1]
@@ -71,7 +71,7 @@ def forward(
                     seen = parts.visible(bounds_smem.at[own], item.tile(j, masked) * tile_k, raw.shape, 0)
                     raw = jnp.where(seen, raw, -jnp.inf)
                 new = jnp.maximum(top, raw.max(axis=1) * factor)
-                shift = jnp.where(new == -jnp.inf, 0.0, new) if masked else new  # nothing was seen so far
+                shift = jnp.where(new == -jnp.inf, 0.0, new) if masked else new  # no key seen so far
                 alpha = jnp.exp2(top - shift)
                 p = jnp.exp2(raw * factor - parts.across(shift, raw.shape, 0))
                 acc, total = acc * parts.across(alpha, acc.shape, 0), total * alpha + p.sum(axis=1)

@@ -1,8 +1,8 @@
-"""The kernel `hopper`: blocks on NVIDIA Hopper GPUs (H100, H200). The Pallas kernels are in `forward.py` and
-`backward.py`.
+"""The kernel `hopper`: attention over blocks on NVIDIA Hopper GPUs (H100, H200).
 
-It takes ranges of keys as they are, so it does all masks, layouts and stripes: tiles that nobody sees are never
-fetched, and only those at the edges of ranges are masked. Partial results are float32.
+The Pallas kernels are in `forward.py`, `backward.py` and `one_pass.py`. They accept key ranges directly, so all masks,
+layouts and stripes are supported: hidden tiles are never fetched, and only tiles at the edges of ranges are masked.
+Partial results are float32.
 """
 
 import functools
@@ -27,48 +27,48 @@ FULL_OUT = True
 SUMS_LAST = False
 DIFFERENTIABLE = False
 DTYPES = ["bfloat16", "float16"]
-_REGISTERS = 256  # columns of dk and dv that a warpgroup can add up together
-_SHARED = 384  # columns of keys and values of which two tiles fit into shared memory beside those of queries
-WIDTH = 64  # heads are widened to a multiple of this
-# What a kernel of this design that comes with JAX reaches on an H200, of whole blocks: 611 TFLOP/s forward and, in two
-# passes, 473 backward.
-# Bytes per query element of a ring's step are counted: a float32 partial result is written, and merged into another.
+_REGISTERS = 256  # columns of dk and dv that a warpgroup can accumulate at once
+_SHARED = 384  # columns of keys and values of which two tiles fit in shared memory beside those of queries
+WIDTH = 64  # head dimensions are padded to a multiple of this
+# JAX's own kernel of this design reaches 611 TFLOP/s forward and 473 TFLOP/s backward (in two passes) with whole blocks
+# on an H200.
+# Bytes per query element are counted: a step of a ring writes a float32 partial result and merges it into another.
 RATES = {"gpu": Rates(Rate(0.618, 16.0), Rate(0.478, 16.0), "assumed, not measured", lanes=WIDTH)}
-KINDS = ["H20", "H100", "H200", "H800", "GH200"]  # words of a device's name; all have compute capability 9.0
-_BROKEN = range(12080, 12091)  # versions of CUDA whose assembler gets masked attention wrong; JAX's own kernel says so
+KINDS = ["H20", "H100", "H200", "H800", "GH200"]  # words in a device's name; all have compute capability 9.0
+_BROKEN = range(12080, 12091)  # CUDA versions whose ptxas miscompiles masked attention; JAX's own kernel rejects them
 
 
 def default_tile(request: Request) -> tuple[int, int]:
-    """Queries × keys of a tile of the forward pass."""
+    """Return queries × keys of a tile of the forward pass."""
     return (TILE, _key_tile(request.dim, request.dim))
 
 
 def unsupported(request: Request) -> str | None:
-    """What this kernel cannot do of what is asked, in a sentence; None if it can do all of it."""
+    """Return why this kernel cannot run the request, as a sentence; None if it can."""
     if request.device_kind and not set(re.findall(r"\w+", request.device_kind.upper())) & set(KINDS):
-        return f"It runs on GPUs of compute capability 9.0, as an H100 or H200; this is a {request.device_kind}."
+        return f"It runs on GPUs of compute capability 9.0, e.g. an H100 or H200; this is a {request.device_kind}."
     if request.dtype not in DTYPES:
         return f"It computes in {' or '.join(DTYPES)}; the queries are {request.dtype}."
     if request.dim > 256:
         return f"It needs a head dimension of at most 256; got {request.dim}."
     if request.bias == "values":
-        return "It has no bias by a table, as relative_bias makes it, only alibi."
+        return "It supports only alibi, not a bias table as made by relative_bias."
     if request.tile is not None:
-        return "It has tiles of its own: leave out tile."
+        return "It always uses its own tile size: leave out tile."
     return _unavailable() if request.here else None
 
 
 @functools.cache
 def _unavailable() -> str | None:
-    """Why the kernel cannot be compiled here."""
+    """Return why the kernel cannot be compiled here, as a sentence; None if it can."""
     from jax._src.lib import cuda_versions  # None without CUDA
 
     if cuda_versions is not None and cuda_versions.cuda_runtime_get_version() in _BROKEN:
-        return "It cannot be compiled by CUDA 12.8 to 12.9.0, which gets masks wrong: use CUDA 12.9.1 or newer."
+        return "CUDA 12.8 to 12.9.0 miscompiles its masks: use CUDA 12.9.1 or newer."
     try:
-        import jax.experimental.pallas.mosaic_gpu  # noqa: F401  JAX 0.10 needs a package for it that it does not ask for
+        import jax.experimental.pallas.mosaic_gpu  # noqa: F401  JAX 0.10 needs absl-py for it, but does not install it
     except ImportError as error:
-        return f"It cannot be imported ({error}): pip install absl-py."
+        return f"It needs a package that cannot be imported ({error}): pip install absl-py."
     return None
 
 
@@ -131,14 +131,14 @@ def attend_grad(
 
 
 def _one_pass(block: Block, q: Array, v: Array) -> bool:
-    """Whether all gradients may come from one pass: faster, but not the same bits in every run, nor for all widths."""
+    """Whether one pass may compute all gradients: faster, but not bitwise reproducible, and for one width only."""
     from striped_attention.kernels.hopper import one_pass
 
     return not block.deterministic and block.bias is None and (q.shape[-1], v.shape[-1]) == (one_pass.WIDTH,) * 2
 
 
 def _key_tile(dim: int, value_dim: int) -> int:
-    """Keys of a tile of the forward pass: as many as fit in shared memory and registers."""
+    """Return the keys per tile of the forward pass: as many as fit in shared memory and registers."""
     return 128 if max(dim, value_dim) <= 128 else 64
 
 
@@ -149,7 +149,7 @@ def _scores(block: Block) -> Any:
 
 
 def _bounds(block: Block, queries: int) -> Array:
-    """Start and end of every row, [rows, 2, queries]; rows that were added see nothing."""
+    """Return start and end of every query, [rows, 2, queries]; padding queries see no key."""
     ranges = jnp.stack([block.start, block.end], axis=1).astype(jnp.int32)
     added = queries - ranges.shape[2]
     if added == 0:
@@ -159,7 +159,7 @@ def _bounds(block: Block, queries: int) -> Array:
 
 
 def _bias(block: Block, q: Array, k: Array) -> tuple[Any, Any]:
-    """Positions of queries and keys, and the slopes of ALiBi; None without a bias."""
+    """Return the positions of queries and keys, and the ALiBi slopes; None without a bias."""
     if block.bias is None:
         return None, None
     places = ((block.query_positions, q), (block.key_positions, k))
@@ -168,7 +168,7 @@ def _bias(block: Block, q: Array, k: Array) -> tuple[Any, Any]:
 
 
 def _whole(x: Array, tile: int) -> Array:
-    """Zeros up to a whole number of tiles, along the length."""
+    """Pad the length with zeros to a whole number of tiles."""
     return _pad(x, -x.shape[1] % tile, 1)
 
 

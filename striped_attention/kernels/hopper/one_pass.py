@@ -1,13 +1,13 @@
-"""One pass: the Pallas kernel for all gradients at once. Shapes are whole tiles; `kernel.py` pads them.
+"""One pass: the Pallas kernel for all gradients at once. `kernel.py` pads shapes to whole tiles.
 
-A thread block has 128 keys and visits query tiles, as `key_grads` of `backward.py` does, 64 keys a warpgroup. From the
-dS of both warpgroups each makes one half of the columns of dQ, which the copy engine adds up in global memory:
+A thread block has 128 keys, 64 per warpgroup, and visits query tiles, like `key_grads` in `backward.py`. From the dS of
+both warpgroups, each computes one half of the columns of dQ, which the copy engine (TMA) sums in global memory:
 
     S = K Qᵀ, P from lse, dV += P dO, dP = V dOᵀ, dS = P (dP - delta), dK += dS Q       64 keys × 64 queries
     dQ += dSᵀ K                                                  64 queries × all 128 keys × half of the columns
 
-Five products instead of the seven of two passes. The order in which thread blocks add to dQ is not the same in every
-run, and so its last bits are not.
+This takes five products instead of the seven of two passes. The order in which thread blocks add to dQ differs between
+runs, and so do its last bits.
 """
 
 import functools
@@ -23,14 +23,14 @@ from striped_attention.kernels.hopper import parts, walk
 from striped_attention.kernels.hopper.parts import BOTH, COLUMN, Scores, Sum
 from striped_attention.kernels.hopper.walk import ROWS, TILE
 
-STAGES = 2  # tiles of queries, and of dS, that a thread block holds
-WIDTH = 128  # of heads, those of values as well
+STAGES = 2  # tiles of queries, and of dS, that a thread block buffers
+WIDTH = 128  # head dimension of queries, keys and values
 
 
 def gradients(q: Any, k: Any, v: Any, dout: Any, stats: Any, items: Any, bounds: Any, scores: Scores) -> Any:
-    """dq [batch, queries, heads, dim], dk and dv [batch, keys, kv heads, dim], summed over the heads of a group.
+    """Return dq [batch, queries, heads, dim], dk and dv [batch, keys, kv heads, dim], summed over heads of a group.
 
-    `stats` is [batch, heads, 2, queries]: lse in powers of two, and delta, the sum of out · dout.
+    `stats` is [batch, heads, 2, queries]: the base-2 lse, and delta, the sum of out · dout.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     group, half = heads // kv_heads, WIDTH // 2
@@ -51,7 +51,7 @@ def gradients(q: Any, k: Any, v: Any, dout: Any, stats: Any, items: Any, bounds:
             rows, own_columns = pl.ds(base, ROWS), pl.ds(pl.multiple_of(own * half, half), half)
             for source, target in ((k_ref, k_smem), (v_ref, v_smem)):
                 plgpu.copy_gmem_to_smem(source.at[item.batch, rows, kv_head], target.at[own], ready)
-            plgpu.barrier_wait(ready)  # for those of the other warpgroup, too
+            plgpu.barrier_wait(ready)  # also for the tiles of the other warpgroup
 
             def step(j: Any, carry: Any, member: Any, slot: Any, masked: bool) -> Any:
                 plgpu.barrier_wait(fetched.at[slot])
@@ -72,13 +72,13 @@ def gradients(q: Any, k: Any, v: Any, dout: Any, stats: Any, items: Any, bounds:
                     ds = (ds if slope is None else ds * slope).astype(q.dtype)
                     ds_smem.at[slot, own][...] = ds
                     plgpu.commit_smem()
-                    parts.take_turns(met)  # both have written their dS, and read that of the step before
+                    parts.take_turns(met)  # both warpgroups have written their dS and read the previous one
                     parts.with_sums([(ROWS, half)], functools.partial(add_dq, dk, ds))
 
                 def add_dq(dk: Sum, ds: Any, dq: Sum) -> None:
                     for i in range(2):
                         dq.add(ds_smem.at[slot, i], k_smem.at[i, :, own_columns], turned="a")
-                    dk.add(ds, q_smem.at[slot])  # still under way while dQ is stored
+                    dk.add(ds, q_smem.at[slot])  # still running while dQ is stored
                     rows, head = pl.ds(item.tile(j, masked) * ROWS, ROWS), kv_head * group + member
                     parts.add(dq.read(running=1), staged.at[own], dq_ref.at[item.batch, rows, head, own_columns])
 

@@ -1,4 +1,4 @@
-"""Parts: what the kernels share: products, masks and scores of a tile, tiles on their way to and from shared memory."""
+"""Parts: building blocks shared by the kernels: products, masks and scores of a tile, and copies of tiles."""
 
 import dataclasses
 import functools
@@ -17,24 +17,25 @@ from striped_attention.kernels.hopper import walk
 from striped_attention.kernels.hopper.walk import ROWS, Walk
 
 LOG2E = math.log2(math.e)
-STAGES = 2  # tiles that a thread block holds or waits for
-GRID_LIMIT = 2**16  # CUDA's, of all but the fastest dimension
+STAGES = 2  # tiles that a thread block holds or is fetching
+GRID_LIMIT = 2**16  # CUDA's limit of all grid dimensions but the fastest
 BOTH, ROW, COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 
-emulating = False  # whether kernels are traced for the interpreter of Pallas; `emulation.py` sets it
+emulating = False  # True while kernels are traced for Pallas's interpreter; set by `emulation.py`
 
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """How products of queries and keys become scores, in powers of two."""
+    """The conversion of products of queries and keys to base-2 scores."""
 
     scale: float
     softcap: float | None
 
     def raw(self, products: Array, penalty: Array | None) -> tuple[Array, float, Array | None]:
-        """Numbers and a positive factor that make the scores, and the derivative by the scaled products where not 1.
+        """Return values and a positive factor whose product is the scores; and the derivative by the scaled products.
 
-        The factor is for one instruction to multiply and subtract; a row's largest number is that of its scores.
+        The derivative is None where it is 1. A separate factor lets one instruction multiply and subtract; since it is
+        positive, the largest value of a row is at its largest score.
         """
         slope = None
         if self.softcap is not None:
@@ -51,7 +52,7 @@ class Scores:
         return products * factor - penalty, 1.0, slope
 
     def of(self, products: Array, penalty: Array | None) -> tuple[Array, Array | None]:
-        """The scores, and the derivative."""
+        """Return the scores and the derivative, as `raw` does."""
         raw, factor, slope = self.raw(products, penalty)
         return raw * factor, slope
 
@@ -59,13 +60,13 @@ class Scores:
 def run(
     kernel: Any, inputs: Any, results: Any, shared: Any, barriers: Any, heads: int, items: Any, together: bool = False
 ) -> Any:
-    """Start a kernel, all items of a head before those of the next, or all heads of an item `together`.
+    """Launch a kernel: all items of a head before those of the next, or all heads of an item `together`.
 
-    Barriers are (arrivals, how many).
+    `barriers` are pairs (arrivals, number of barriers).
     """
     grid = {"heads": heads, "items": items.shape[0] // walk.FIELDS}
     if together and grid["items"] < GRID_LIMIT:
-        grid = dict(reversed(grid.items()))  # the last one changes fastest
+        grid = dict(reversed(grid.items()))  # the last dimension changes fastest
     found = plgpu.kernel(
         kernel,
         out_type=[jax.ShapeDtypeStruct(*result) for result in results],
@@ -80,20 +81,20 @@ def run(
 
 
 def varying_like(like: Array, x: Array) -> Array:
-    """What comes out of a kernel varies over the axes of the mesh as what goes in: shard_map's check_vma asks."""
+    """Mark a kernel's result as varying over the mesh axes of its input, as shard_map's check_vma requires."""
     axes = tuple(sorted(jax.typeof(like).manual_axis_type.varying))
     return lax.pcast(x, axes, to="varying") if axes else x
 
 
 def can_add() -> bool:
-    """Whether kernels can add to what other thread blocks add to: from JAX 0.11.2 on, they take mutable arrays."""
+    """Whether several thread blocks can add to the same array: needs mutable arrays as inputs, JAX ≥ 0.11.2."""
     return emulating or jax.__version_info__ >= (0, 11, 2)
 
 
 def run_adding(kernel: Any, inputs: Any, total: Any, results: Any, *more: Any) -> Any:
-    """As `run`, and before the results one, of the shape and dtype of `total`, that thread blocks `add` to.
+    """Like `run`, with an extra first result, of the shape and dtype of `total`, that thread blocks `add` to.
 
-    Heads together: thread blocks of one head that run at once wait for each other's additions to the same queries.
+    Heads run together, because concurrent thread blocks of one head wait for each other to add to the same queries.
     """
     run_together = functools.partial(run, together=True)
     if emulating:
@@ -104,7 +105,7 @@ def run_adding(kernel: Any, inputs: Any, total: Any, results: Any, *more: Any) -
 
 
 def start_sum(ref: Any, columns: int) -> None:
-    """Zeros, for the interpreter, which begins with the first thread block: so many columns for each warpgroup."""
+    """Clear the sum in the interpreter, in its first thread block; each of two warpgroups clears `columns` columns."""
     if not emulating:
         return
     first = (lax.axis_index("heads") == 0) & (lax.axis_index("items") == 0)
@@ -117,11 +118,11 @@ def start_sum(ref: Any, columns: int) -> None:
 
 
 def add(x: Array, staged: Any, ref: Any) -> None:
-    """Add registers to float32 numbers in global memory, to which other thread blocks add as well.
+    """Add registers to float32 values in global memory, to which other thread blocks add as well.
 
-    Until the next one, or `write`, from the same stage, it may still be under way.
+    The addition may be in flight until the next `add` or `write` from the same stage.
     """
-    if emulating:  # the interpreter adds nothing up, but runs one thread block at a time
+    if emulating:  # the interpreter has no reduce-add, but runs one thread block at a time
         ref[...] = ref[...] + x
         return
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stage is free
@@ -131,9 +132,9 @@ def add(x: Array, staged: Any, ref: Any) -> None:
 
 
 def visits(item: Walk, times: int, stages: int, step: Callable[..., Any], carry: Any) -> Any:
-    """All steps of a walk, so many times: those at edges, then those inside.
+    """Run all steps of a walk `times` times: first the tiles at edges, then the inner ones.
 
-    `step` gets the step, the carry, the round and the slot in which the tile lies, and whether it needs a mask.
+    `step` receives the step, the carry, the repetition, the slot that holds the tile, and whether it needs a mask.
     """
 
     def walk_once(turn: Any, carry: Any) -> Any:
@@ -147,10 +148,10 @@ def visits(item: Walk, times: int, stages: int, step: Callable[..., Any], carry:
 
 
 def fetch(item: Walk, times: int, stages: int, copies: Callable[[Any, Any, Any], list[Any]]) -> None:
-    """Fetch the tiles of all `visits`, each as soon as its slot, of so many stages, is free.
+    """Fetch the tiles of all `visits`, each as soon as its slot (one of `stages`) is free.
 
-    `copies` says for a tile, a round and a slot: the barrier to report to, the one that says that the slot is free, and
-    pairs of source and target.
+    `copies` maps a tile, a repetition and a slot to entries of: the barrier that signals arrival, the barrier that
+    signals a free slot, and pairs of source and target.
     """
 
     def wait(at: Any, used: Any) -> None:
@@ -167,7 +168,7 @@ def fetch(item: Walk, times: int, stages: int, copies: Callable[[Any, Any, Any],
                 for source, target in pairs:
                     plgpu.copy_gmem_to_smem(source, target, arrived.at[at])
 
-    for at in range(stages):  # no barrier is left with an arrival that nobody has seen
+    for at in range(stages):  # wait for the last arrivals, so that no barrier is left with a pending one
         for _, used, _ in copies(jnp.int32(0), jnp.int32(0), at):
             pl.when(at < times * item.steps)(functools.partial(wait, at, used))
 
@@ -175,8 +176,8 @@ def fetch(item: Walk, times: int, stages: int, copies: Callable[[Any, Any, Any],
 def fetch_keys(item: Walk, kv_head: Any, key: Any, value: Any, places: Any) -> None:
     """Fetch the key tiles of a walk.
 
-    `key` and `value` are their refs in global and in shared memory and the barriers for what has arrived and what was
-    used; `places` the refs of the keys' positions, or None.
+    `key` and `value` are tuples: the refs in global and shared memory, and the barriers that signal arrival and a free
+    slot. `places` are the refs of the keys' positions, or None.
     """
 
     stages, tile = key[1].shape[:2]
@@ -192,7 +193,7 @@ def fetch_keys(item: Walk, kv_head: Any, key: Any, value: Any, places: Any) -> N
 
 
 def write(x: Array, staged: Any, ref: Any) -> None:
-    """Registers to global memory, as many columns at a time as there is room for, as float32."""
+    """Write registers to global memory as float32, as many columns at a time as the stage holds."""
     columns = staged.shape[1]
     for first in range(0, x.shape[1], columns):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stage is free
@@ -203,18 +204,18 @@ def write(x: Array, staged: Any, ref: Any) -> None:
 
 
 def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory as wgmma wants it."""
+    """Return shared memory in the layout that wgmma requires."""
     width = 128 // jnp.dtype(dtype).itemsize
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
 
 
 def stage(dim: int, value_dim: int) -> Any:
-    """Shared memory for `write`, of each warpgroup."""
+    """Return the staging buffers for `write` in shared memory, one per warpgroup."""
     return tiled((2, ROWS, 64 if max(dim, value_dim) <= 128 else 32), jnp.float32)
 
 
 def slot(step: Any, stages: int = STAGES) -> Any:
-    """Where the tile of a step lies, of the stages there are."""
+    """Return the slot that holds the tile of a step."""
     return lax.rem(step, jnp.int32(stages))
 
 
@@ -236,12 +237,12 @@ def load(ref: Any, layout: Any) -> Array:
 
 
 def across(x: Array, shape: tuple[int, ...], axis: int) -> Array:
-    """A number for each place of an axis, for all of the other."""
+    """Broadcast a vector along `axis` over the other axis."""
     return lax.broadcast_in_dim(x, shape, [axis])
 
 
 def visible(bounds: Any, first: Any, shape: tuple[int, ...], axis: int) -> Array:
-    """Which pairs of a tile are visible. `axis` is that of the queries; `first` the first of the keys."""
+    """Return which pairs of a tile are visible. `axis` is that of the queries; `first` is the first key."""
     low, high = (across(load(bounds.at[i], ROW if axis == 0 else COLUMN), shape, axis) for i in range(2))
     if emulating:
         key = lax.broadcasted_iota(jnp.int32, shape, 1 - axis)
@@ -257,16 +258,16 @@ def distance(rows: Array, columns: Array) -> Array:
 
 
 def penalty(slope: Any, rows: Array, columns: Array) -> Array:
-    """ALiBi's, in powers of two."""
+    """Return the ALiBi penalty in base 2."""
     return distance(rows, columns) * (slope * LOG2E)
 
 
 def nothing() -> None:
-    """What to do meanwhile, if there is nothing to do."""
+    """Do nothing: the default for `meanwhile`."""
 
 
 def product_transposed(a: Any, b: Any, meanwhile: Callable[[], None] = nothing) -> Array:
-    """a · bᵀ of two arrays in shared memory; `meanwhile` is done while the tensor cores are at it."""
+    """Compute a · bᵀ of two arrays in shared memory; `meanwhile` runs while the tensor cores are busy."""
     if emulating:
         found = plain_product(a[...], b[...].T)
         meanwhile()
@@ -281,7 +282,7 @@ def product_transposed(a: Any, b: Any, meanwhile: Callable[[], None] = nothing) 
 
 
 def add_product(acc: Array, a: Array, b: Any, meanwhile: Callable[[], None] = nothing) -> Array:
-    """acc + a · b, with `a` in registers and `b` in shared memory."""
+    """Compute acc + a · b, with `a` in registers and `b` in shared memory; `meanwhile` as above."""
     if emulating:
         acc = acc + plain_product(a, b[...])
         meanwhile()
@@ -297,14 +298,14 @@ def add_product(acc: Array, a: Array, b: Any, meanwhile: Callable[[], None] = no
 class Sum:
     """A sum of products a · b, with `a` in registers or shared memory and `b` in shared memory.
 
-    The tensor cores work on it meanwhile.
+    The tensor cores compute it asynchronously.
     """
 
     def __init__(self, held: Any) -> None:
         self.held = held
 
     def add(self, a: Any, b: Any, *, turned: str = "") -> None:
-        """Begin to add a product, of aᵀ or bᵀ if `turned` is "a" or "b"."""
+        """Start to add a product, with aᵀ or bᵀ if `turned` is "a" or "b"."""
         if emulating:
             a, b = a[...], b[...]
             self.held = self.held + plain_product(a.T if turned == "a" else a, b.T if turned == "b" else b)
@@ -313,12 +314,12 @@ class Sum:
             plgpu.wgmma(self.held, a, b)
 
     def read(self, running: int = 0) -> Array:
-        """The sum, once all products of all sums are done, but for so many that were begun last."""
+        """Return the sum once all products of all sums are done, except the last `running` ones started."""
         return self.held if emulating else plgpu.wgmma_accumulator_load(self.held, wait_n=running)
 
 
 def with_sums(shapes: list[tuple[int, int]], body: Callable[..., None]) -> None:
-    """Call `body` with sums that begin with zeros."""
+    """Call `body` with sums that start at zero."""
     if emulating:
         body(*(Sum(jnp.zeros(shape, jnp.float32)) for shape in shapes))
     else:
@@ -326,7 +327,7 @@ def with_sums(shapes: list[tuple[int, int]], body: Callable[..., None]) -> None:
 
 
 def go_on(sums: tuple[Array, ...], body: Callable[..., None]) -> tuple[Array, ...]:
-    """Sums after `body` has added to them."""
+    """Return the sums after `body` has added to them."""
     if emulating:
         held = [Sum(x) for x in sums]
         body(*held)
@@ -335,5 +336,5 @@ def go_on(sums: tuple[Array, ...], body: Callable[..., None]) -> tuple[Array, ..
 
 
 def plain_product(a: Array, b: Array) -> Array:
-    """For the interpreter, whose wgmma takes nothing from registers."""
+    """Multiply matrices in the interpreter, whose wgmma does not accept register operands."""
     return jnp.dot(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")

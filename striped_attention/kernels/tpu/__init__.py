@@ -1,6 +1,6 @@
 """The kernel `pallas_tpu`: TPUs, by Pallas.
 
-kernel     blocks, as the contract has them
+kernel     attention over blocks, as `contract.py` defines it
 pallas     the two Pallas kernels, forward and backward
 tile_list  the visible tiles of a block, as a grid
 emulation  the kernels in Pallas's interpreter, for tests on a CPU

@@ -1,4 +1,4 @@
-"""Emulation: the TPU kernels in the interpreter of Pallas, on a CPU. Unwritten memory is NaN, and races raise."""
+"""Emulation: the TPU kernels in Pallas's interpreter, on a CPU. Unwritten memory reads as NaN; data races raise."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ from striped_attention.kernels.tpu import kernel
 
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
-    """A context in which the kernel runs on a CPU. Leaving it raises if two accesses to memory raced."""
+    """Context manager in which the kernel runs on a CPU. Raises on exit if two memory accesses raced."""
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
     from jax.experimental.pallas import tpu
 
-    interpreter: Any = interpret_pallas_call  # where it says what it found
+    interpreter: Any = interpret_pallas_call  # this module records the races that it finds
     found: list[Any] = []
-    make = interpreter.RaceDetectionState  # a new one for every kernel
+    make = interpreter.RaceDetectionState  # called once for every kernel
 
     def watch(**what: Any) -> Any:
         found.append(make(**what))
@@ -30,4 +30,4 @@ def emulated() -> Iterator[None]:
         interpreter.RaceDetectionState = make
         del kernel.RATES["cpu"]
     if any(state.races_found for state in found):
-        raise RuntimeError("A TPU kernel reads memory while it is written.")
+        raise RuntimeError("A TPU kernel has a data race: it reads memory while it is being written.")

@@ -1,7 +1,7 @@
-"""The kernel `pallas_tpu`: blocks on TPUs. The Pallas kernels themselves are in `pallas.py`.
+"""The kernel `pallas_tpu`: attention over blocks on TPUs. The Pallas kernels themselves are in `pallas.py`.
 
-It does all masks, layouts and stripes, for it runs the tiles that ranges of keys ask for, and no others. Arrays go in
-with their heads first; sequences that have masks of their own go one after the other.
+It supports all masks, layouts and stripes, because it runs exactly the tiles that the key ranges need. Arrays are
+passed with heads first; sequences with different masks are processed one after another.
 """
 
 import dataclasses
@@ -27,30 +27,30 @@ FULL_OUT = True
 SUMS_LAST = True
 DIFFERENTIABLE = False
 _DTYPES = ("bfloat16", "float32")
-LANES = 128  # sides of tiles are multiples of them
-_LIST = 250_000  # tiles whose list fits into a TPU's scalar memory, 1 MiB
+LANES = 128  # sides of tiles must be multiples of this
+_LIST = 250_000  # tiles whose list fits in a TPU's scalar memory, 1 MiB
 
 
 class _Chip(NamedTuple):
-    """What suits a generation of TPUs: queries × keys of a tile, and the vector memory it may use.
+    """Settings for a generation of TPUs: queries × keys of a tile, and bytes of vector memory that may be used.
 
-    None is what the compiler gives.
+    None means the compiler's default.
     """
 
     tile: tuple[int, int]
     memory: int | None
 
 
-# A core of the older chips has 16 MiB of vector memory, one of the newer ones at least 64.
+# A core has 16 MiB of vector memory on older chips, at least 64 MiB on newer ones.
 _SMALL, _LARGE = _Chip((512, 1024), None), _Chip((1024, 1024), 48 * 2**20)
 _CHIPS = {"tpu v2": _SMALL, "tpu v3": _SMALL, "tpu v4": _SMALL}
-# Nothing was measured on a TPU; fused kernels of others reach about as much of a chip's peak.
-# Bytes per query element of a ring's step are counted: a float32 partial result is written, and merged into another.
+# Not measured on a TPU; other fused kernels reach about this fraction of a chip's peak.
+# Bytes per query element are counted: a step of a ring writes a float32 partial result and merges it into another.
 RATES = {"tpu": Rates(Rate(0.5, 16.0), Rate(0.5, 16.0), "assumed, not measured", lanes=128)}
 
 
 def default_tile(request: Request) -> tuple[int, int]:
-    """Queries × keys of a tile, if nobody asks for another."""
+    """Return the default queries × keys of a tile."""
     return _tile_of(_CHIPS.get(request.device_kind.lower(), _LARGE), request.dim)
 
 
@@ -60,19 +60,19 @@ def _tile_of(chip: _Chip, dim: int) -> tuple[int, int]:
 
 
 def unsupported(request: Request) -> str | None:
-    """What this kernel cannot do of what is asked, in a sentence; None if it can do all of it."""
+    """Return why this kernel cannot run the request, as a sentence; None if it can."""
     if request.dtype not in _DTYPES:
         return f"It computes in {' or '.join(_DTYPES)}; the queries are {request.dtype}."
     if request.dim > 256:
         return f"It needs a head dimension of at most 256; got {request.dim}."
     if request.bias == "values":
-        return "It has no bias by a table, as relative_bias makes it, only alibi."
+        return "It supports only alibi, not a bias table as made by relative_bias."
     if request.tile is not None and any(n % LANES for n in request.tile):
         return f"It needs tiles whose sides are multiples of {LANES}; got {request.tile}."
-    sides = request.tile or _tile_of(_SMALL, request.dim)  # those of others are larger
+    sides = request.tile or _tile_of(_SMALL, request.dim)  # the smallest default; newer chips use larger tiles
     sizes = [-(-n // side) for n, side in zip((request.queries, request.keys), sides, strict=True)]
     if math.prod(sizes) > _LIST or max(sizes) > MOST:
-        return f"It lists at most {_LIST:,} tiles; {request.queries:,} queries with tiles of {sides} have more."
+        return f"It lists at most {_LIST:,} tiles; {request.queries:,} queries with tiles of {sides} need more."
     return None
 
 
@@ -112,13 +112,13 @@ def _heads_first(arrays: Any) -> Any:
 
 
 def _each_mask(name: str, rows: Any, kv: Any, block: Block) -> Any:
-    """A pass over all sequences at once if they share a mask, else over one after the other."""
+    """Run a pass over all sequences at once if they share a mask, otherwise one after another."""
     from striped_attention.kernels.tpu import pallas
 
     chip = _CHIPS.get(current_device()[1].lower(), _LARGE)
     run = functools.partial(getattr(pallas, name), memory=chip.memory)
     tile = block.tile or _tile_of(chip, kv[0].shape[-1])
-    # No larger than the block, and as a TPU wants it.
+    # No larger than the block, rounded up to a multiple of LANES.
     tile_q, tile_k = (min(t, -(-x.shape[2] // LANES) * LANES) for t, x in zip(tile, (rows[0], kv[0]), strict=True))
     block = dataclasses.replace(block, pattern=None, tile=(tile_q, tile_k))
     if len(block.start) == 1:

@@ -1,20 +1,20 @@
-"""Pallas for TPUs: the two kernels behind `kernel.py`.
+"""Pallas for TPUs: the forward and backward kernels behind `kernel.py`.
 
-The tiles that `tile_spans` names are put in a list, and the list is the grid: a step of it is a tile that is seen, and
-how many there are is known only when the program runs. So a hidden tile costs nothing, no copy and not even a step.
-The list lies in scalar memory, from where it also tells what to fetch of q, k and v while the tile before is computed.
-Tiles that every query sees whole are computed without a mask.
+The tiles that `tile_spans` selects are put in a list, and the list is the grid: every grid step is a visible tile, and
+the number of steps is known only at run time. A hidden tile therefore costs nothing, neither a copy nor a step. The
+list is in scalar memory, where it also selects what to prefetch of q, k and v while the previous tile is computed.
+Tiles in which every query sees every key are computed without a mask.
 
-    forward     by rows of tiles: queries stay, keys and values come by    out and lse of a row are written once
-    backward    by columns: keys and values stay, queries come by          dk and dv of a column are written once;
-                                                                           dq is added up in HBM, tile by tile
+    forward     by rows of tiles: queries stay, keys and values stream     out and lse of a row are written once
+    backward    by columns: keys and values stay, queries stream           dk and dv of a column are written once;
+                                                                           dq is summed in HBM, tile by tile
 
-The backward pass computes scores once for all three gradients: five products of matrices a tile. Its dq travels between
-HBM and two buffers: while a tile is computed, the one after it is on its way in and the one before it on its way out.
+The backward pass computes scores once for all three gradients: five matrix products per tile. Tiles of dq move between
+HBM and two buffers: while one is computed, the next is copied in and the previous one is copied out.
 
-Tiles of scores are *transposed*, [keys, queries]: what belongs to a query (maximum, sum, range of keys, lse) is then a
-row, which TPUs hold and broadcast well. Arrays are [batch, heads, length, dim] here; out and dq come out as
-[batch, heads, dim, length]. Sums are float32; bfloat16 inputs are multiplied as they are, probabilities rounded so.
+Tiles of scores are *transposed*, [keys, queries]. Values per query (maximum, sum, range of keys, lse) are then rows,
+which TPUs store and broadcast efficiently. Arrays are [batch, heads, length, dim] here; out and dq are returned as
+[batch, heads, dim, length]. Sums are float32; bfloat16 inputs are multiplied directly, with bfloat16 probabilities.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ _LANES = 128
 
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-    """Sizes of a block's tiles, and what a tile's arithmetic needs to know."""
+    """Tile sizes of a block, and the parameters of a tile's arithmetic."""
 
     queries: int
     keys: int
@@ -69,14 +69,14 @@ class _Tiles:
         return _pad(x, self.columns * self.tile_k, axis, "constant")
 
     def dot(self, a: Array, b: Array, contract: tuple[int, int] = (1, 0)) -> Array:
-        """The product of two matrices over the given dimension of each, with float32 sums."""
+        """Multiply two matrices over the given dimension of each, with float32 sums."""
         precision = None if self.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
         numbers = (((contract[0],), (contract[1],)), ((), ()))
         a, b = a.astype(self.dtype), b.astype(self.dtype)
         return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=jnp.float32)
 
     def scores(self, key: Array, query: Array, places: "_Places | None") -> tuple[Array, Array | None]:
-        """Scores [keys, queries] of a tile, and what their gradient is multiplied by if there is a softcap."""
+        """Return the scores [keys, queries] of a tile and, with a softcap, the factor for their gradient."""
         scores = self.dot(key, query, (1, 1)) * self.scale
         slope = None
         if self.softcap is not None:
@@ -87,13 +87,13 @@ class _Tiles:
         return scores, slope
 
     def visible(self, column: Any, start: Array, end: Array) -> Array:
-        """Which of a tile's scores the mask lets through."""
+        """Return which scores of a tile are visible."""
         slot = column * self.tile_k + lax.broadcasted_iota(jnp.int32, (self.tile_k, self.tile_q), 0)
         return (start <= slot) & (slot < end)
 
 
 class _Places(NamedTuple):
-    """Positions of a tile's queries and keys, both as rows, and the head's slope: what ALiBi needs."""
+    """Positions of a tile's queries and keys, both as rows, and the head's slope: the inputs of ALiBi."""
 
     queries: Array
     keys: Array
@@ -111,9 +111,9 @@ def _pad(x: Array, size: int, axis: int, mode: str) -> Array:
 
 @functools.partial(jax.jit, static_argnames="memory")
 def forward(q: Array, k: Array, v: Array, block: Block, *, memory: int | None) -> tuple[Array, Array]:
-    """`out` [batch, heads, dim, queries] and `lse` [batch, heads, queries] of a block whose sequences share a mask.
+    """Return `out` [batch, heads, dim, queries] and `lse` [batch, heads, queries]; all sequences share a mask.
 
-    `memory` is how much of a core's vector memory may be used, None for what the compiler gives.
+    `memory` is the bytes of a core's vector memory that may be used, None for the compiler's default.
     """
     tiles = _Tiles.of(q, k, block)
     batch, heads, _, dim = q.shape
@@ -170,13 +170,13 @@ def _alibi_arrays(tiles: _Tiles, block: Block) -> list[Array]:
 
 
 def _parameters(dimensions: int, memory: int | None) -> pltpu.CompilerParams:
-    """Sequences and heads may go to different cores; tiles go one after the other."""
+    """Let sequences and heads run on different cores; tiles run one after another."""
     kinds = (pltpu.PARALLEL, pltpu.PARALLEL, *[pltpu.ARBITRARY] * (dimensions - 2))
     return pltpu.CompilerParams(dimension_semantics=kinds, vmem_limit_bytes=memory)
 
 
 def _cost(products: int, q: Array, k: Array) -> pl.CostEstimate:
-    """What a compiler that looks for work to hide transfers behind is told: a causal block."""
+    """Estimate the cost of a causal block, for a compiler that overlaps transfers with computation."""
     pairs = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] // 2
     arrays = 2 * products * (q.size + k.size)
     return pl.CostEstimate(flops=2 * products * pairs * q.shape[3], transcendentals=pairs, bytes_accessed=arrays)
@@ -204,7 +204,7 @@ def _forward_step(tiles: _Tiles, entries: Any, q: Any, k: Any, v: Any, start: An
         if masked:
             scores = jnp.where(tiles.visible(within_of(entry), start[...], end[...]), scores, -jnp.inf)
         new_top = jnp.maximum(top[...], jnp.max(scores, axis=0, keepdims=True))
-        shift = jnp.where(new_top == -jnp.inf, 0, new_top)  # of a row that has seen nothing yet: no -inf - -inf
+        shift = jnp.where(new_top == -jnp.inf, 0, new_top)  # avoids -inf - -inf in a row that has seen no key yet
         p = jnp.exp(scores - shift)
         fade = jnp.exp(top[...] - shift)
         top[...] = new_top
@@ -224,21 +224,22 @@ def _forward_step(tiles: _Tiles, entries: Any, q: Any, k: Any, v: Any, start: An
 def backward(
     q: Array, dout: Array, lse: Array, delta: Array, k: Array, v: Array, block: Block, *, memory: int | None
 ) -> tuple[Array, Array, Array, Array | None]:
-    """dq [batch, heads, dim, queries], dk and dv [batch, kv_heads, keys, dim], slopes' [batch, kv_heads, group].
+    """Return dq [batch, heads, dim, queries], dk and dv [batch, kv_heads, keys, dim], and the gradient of the slopes.
 
-    `lse` must be finite, `delta` is the sum of out · dout of every query.
+    The latter is [batch, kv_heads, group], or None without ALiBi. `lse` must be finite; `delta` is the sum of
+    out · dout of every query.
     """
     tiles = _Tiles.of(q, k, block)
     batch, heads, _, dim = q.shape
     kv_heads = heads // tiles.group
     todo = list_tiles(block, tiles.rows, tiles.columns, by_columns=True)
-    # A padding row repeats the last real one, so that its probabilities are finite, and its gradient is 0.
+    # Padding rows repeat the last real q and lse, so their probabilities are finite; their dout and delta are 0.
     arrays = [tiles.pad_queries(q, 2), tiles.pad_queries(dout, 2, "constant")]
     arrays += [tiles.pad_queries(lse[:, :, None], 3), tiles.pad_queries(delta[:, :, None], 3, "constant")]
     arrays += [tiles.pad_queries(x, 1) for x in (block.start, block.end)]
     arrays += [tiles.pad_keys(k, 2), tiles.pad_keys(v, 2)]
 
-    # A step is of a tile, s, and a query head of those that share a key head, g.
+    # A grid step is a tile, s, and one of the query heads that share a key head, g.
     row = lambda b, h, s, g, e, _: (b, h * tiles.group + g, within_of(e[s]), 0)  # noqa: E731
     stat = lambda b, h, s, g, e, _: (b, h * tiles.group + g, 0, within_of(e[s]))  # noqa: E731
     ranges = lambda b, h, s, g, e, _: (0, within_of(e[s]))  # noqa: E731
@@ -307,7 +308,7 @@ def _backward_step(tiles: _Tiles, entries: Any, seen: Any, *refs: Any) -> None:
         dk_sum[...] = jnp.zeros_like(dk_sum)
         dv_sum[...] = jnp.zeros_like(dv_sum)
 
-    # Of dq: the tiles before and after this one, and whether they are others. One is always held in one of two buffers.
+    # The dq tiles before and after this one, and whether they differ from it. One of two buffers holds the current one.
     earlier, later = jnp.where(first_head, jnp.maximum(step - 1, 0), step), jnp.where(last_head, step + 1, step)
     before = _Tile(within_of(entries[earlier]), jnp.where(first_head, tiles.group, member) - 1)
     after = _Tile(within_of(entries[later]), jnp.where(last_head, 0, member + 1))
@@ -317,7 +318,7 @@ def _backward_step(tiles: _Tiles, entries: Any, seen: Any, *refs: Any) -> None:
     buffer = lax.rem(step * tiles.group + member, 2)
 
     def copy(tile: _Tile, buffer: Any, out: bool) -> Any:
-        """Of a tile of dq, out of a buffer or into it."""
+        """Return the copy of a dq tile out of a buffer or into it."""
         where = pl.ds(pl.multiple_of(tile.row * tiles.tile_q, tiles.tile_q), tiles.tile_q)
         far, near = dq.at[sequence, kv_head * tiles.group + tile.member, :, where], dq_sum.at[buffer]
         return pltpu.make_async_copy(*((near, far) if out else (far, near)), copied.at[int(out)])
@@ -362,7 +363,7 @@ def _backward_step(tiles: _Tiles, entries: Any, seen: Any, *refs: Any) -> None:
 
 
 class _Tile(NamedTuple):
-    """A tile of dq: of which row of tiles, and of which query head of those that share a key head."""
+    """A tile of dq: its row of tiles, and its query head among those that share a key head."""
 
     row: Any
     member: Any

@@ -1,6 +1,6 @@
-"""Tile list: the tiles of a block that somebody sees, as the grid of a kernel.
+"""Tile list: the visible tiles of a block, as the grid of a kernel.
 
-`pallas.py` goes through such a list. An entry is one whole number, for the list lies in a TPU's scalar memory:
+`pallas.py` iterates over this list. An entry is a single integer, because the list is kept in a TPU's scalar memory:
 
     last | row (or column) of tiles | tile in it | kind
       1              14                  14          2     bits
@@ -16,25 +16,25 @@ from striped_attention.core.layout import INT32_MAX
 from striped_attention.kernels.contract import Block
 from striped_attention.kernels.tiles import tile_spans
 
-INNER, EDGE, NOTHING = range(3)  # kinds of steps: every key is seen, some are, none is but results must be written
+INNER, EDGE, NOTHING = range(3)  # kinds of steps: all keys visible, some, or none (zeros must be written)
 _BITS = 14
-_LAST = 1 << 30  # in an entry that comes after all others
-MOST = 2**_BITS - 2  # rows or columns of tiles
+_LAST = 1 << 30  # set in entries that come after all others
+MOST = 2**_BITS - 2  # maximum rows or columns of tiles
 
 
 class TileList(NamedTuple):
-    """Tiles of a block, sorted by rows (or columns), then by their place in it.
+    """Tiles of a block, sorted by row (or column), then by their index in it.
 
-    A row that nobody sees has an entry too, for its results are zeros that must be written; these come last.
+    A row without visible keys has an entry too, because its results, zeros, must be written; these entries come last.
     """
 
     entries: Array  # each holds a row, the tile in it, and the kind of step
-    steps: Array  # how many entries count; after them comes INT32_MAX
-    seen: Array  # how many of these are tiles
+    steps: Array  # number of valid entries; the others are INT32_MAX
+    seen: Array  # how many of these are visible tiles
 
 
 def list_tiles(block: Block, rows: int, columns: int, by_columns: bool) -> TileList:
-    """The tiles of a block of so many rows and columns of tiles, whose sequences share a mask."""
+    """List the visible tiles of a block of `rows` × `columns` tiles, whose sequences share a mask."""
     assert block.tile is not None
     spans = jax.tree.map(lambda x: x[0, :, None], tile_spans(block.start, block.end, *block.tile))
     column = jnp.arange(columns, dtype=jnp.int32)[None, :]
@@ -48,7 +48,7 @@ def list_tiles(block: Block, rows: int, columns: int, by_columns: bool) -> TileL
     entries = jnp.where(seen, _entry(outer, within, kind), INT32_MAX)
     blank = jnp.where(empty, _LAST | _entry(outer[:, 0], 0, NOTHING), INT32_MAX)
     total = jnp.sum(seen, dtype=jnp.int32)
-    # One more than can be, so that there is always an entry after the last that counts.
+    # One more entry than the maximum, so that one always follows the last valid entry.
     entries = jnp.pad(jnp.concatenate([entries.reshape(-1), blank]), (0, 1), constant_values=INT32_MAX)
     return TileList(jnp.sort(entries), total + jnp.sum(empty, dtype=jnp.int32), total)
 

@@ -1,0 +1,97 @@
+"""Options from a file: `--config FILE` stands for the options in a JSON or TOML file.
+
+Names are those of the flags, with dashes or underscores: `preset = "1b"`, `data = ["a=0.7", "b=0.3"]`. A flag on the
+command line overrides the file. The run.json of `striped train` works as well: it yields the options of its newest run.
+"""
+
+import dataclasses
+import difflib
+import json
+import pathlib
+import tomllib
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
+
+from striped_attention.errors import UsageError
+
+FLAG = "--config"
+
+
+def expand(command: str, options: type, arguments: Sequence[str]) -> list[str]:
+    """Replace every `--config FILE` by the options in the file, ahead of the flags that were given.
+
+    `options` is the dataclass of the command's options.
+    """
+    rest, files = [], []
+    given = iter(arguments)
+    for argument in given:
+        name, equals, value = argument.partition("=")
+        if name != FLAG:
+            rest.append(argument)
+            continue
+        path = value if equals else next(given, "")
+        if not path or path.startswith("--"):
+            raise UsageError(f"{FLAG} needs a JSON or TOML file of options.")
+        files.append(pathlib.Path(path))
+    known = _known(options)
+    flags = [flag for path in files for flag in _flags(path, command, known)]
+    first = next((i for i, argument in enumerate(rest) if argument.startswith("-")), len(rest))
+    return [*rest[:first], *flags, *rest[first:]]
+
+
+def _known(options: type) -> dict[str, bool]:
+    """The names of all options, aliases included, and whether a list is given by repeating the flag."""
+    known = {}
+    hints = typing.get_type_hints(options, include_extras=True)
+    for field in dataclasses.fields(options):
+        marks = typing.get_args(hints[field.name])[1:]
+        aliases = [alias for mark in marks for alias in getattr(mark, "aliases", None) or ()]
+        names = [field.name, *(getattr(mark, "name", None) or field.name for mark in marks), *aliases]
+        for name in names:
+            known[name.lstrip("-").replace("-", "_")] = tyro.conf.UseAppendAction in marks
+    return known
+
+
+def _flags(path: pathlib.Path, command: str, known: dict[str, bool]) -> list[str]:
+    flags: list[str] = []
+    for written, value in _read(path).items():
+        name = written.replace("-", "_")
+        flag = f"--{name.replace('_', '-')}"
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise UsageError(f"{FLAG} {path}: {written!r} is not an option of striped {command}.{hint}")
+        if value is None or value is False:
+            continue
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(one, dict | list | bool | None) for one in values) and value is not True:
+            raise UsageError(
+                f"{FLAG} {path}: {written!r} must be text, a number, true, false or a list of text or numbers."
+            )
+        if value is True:
+            flags.append(flag)
+        elif isinstance(value, list) and not known[name]:
+            flags += [flag, *map(str, value)]
+        else:
+            flags += [f"{flag}={one}" for one in values]
+    return flags
+
+
+def _read(path: pathlib.Path) -> dict[str, Any]:
+    """The options in a file, by name."""
+    try:
+        text = path.read_text()
+        found = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as error:
+        raise UsageError(f"{FLAG} {path} cannot be read: {error.strerror}.") from error
+    except ValueError as error:  # from TOML, JSON or UTF-8
+        kind = "TOML" if path.suffix == ".toml" else "JSON; names of TOML files end in .toml"
+        raise UsageError(f"{FLAG} {path} is not valid {kind}: {error}.") from error
+    if isinstance(found, list) and found and isinstance(found[-1], dict):  # run.json
+        found = found[-1].get("options")
+    if not isinstance(found, dict):
+        raise UsageError(f'{FLAG} {path} must hold one table of options, like {{"preset": "1b"}}.')
+    return found

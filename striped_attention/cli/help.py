@@ -1,0 +1,34 @@
+"""Help texts of options, without the line breaks of the source."""
+
+import ast
+import functools
+import inspect
+import itertools
+import textwrap
+import typing
+from typing import Annotated, Any
+
+import tyro
+
+
+@functools.cache
+def join_lines(options: type[Any]) -> None:
+    """Give every option of a dataclass its docstring as help text, on one line that tyro wraps to the terminal.
+
+    By itself, tyro keeps the line breaks of docstrings whose further lines are indented.
+    """
+    hints = typing.get_type_hints(options, include_extras=True)
+    for name, text in docstrings(options).items():
+        options.__annotations__[name] = Annotated[hints[name], tyro.conf.arg(help=text)]
+
+
+def docstrings(options: type[Any]) -> dict[str, str]:
+    """Return the docstring of every field of a dataclass, each on one line."""
+    definition = ast.parse(textwrap.dedent(inspect.getsource(options))).body[0]
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for field, after in itertools.pairwise(definition.body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
+            text = ast.literal_eval(after.value)
+            found[field.target.id] = " ".join(text.split())
+    return found

@@ -1,0 +1,81 @@
+"""`striped --version` and `--config FILE`: options from TOML and JSON files, and from the record of a run."""
+
+import dataclasses
+import json
+
+import pytest
+
+from striped_attention import cli
+from striped_attention.cli.arguments import expand
+from striped_attention.cli.plan import PlanConfig
+from striped_attention.errors import UsageError
+from striped_attention.generation.config import GenerateConfig
+from striped_attention.training.config import TrainConfig
+
+
+def expanded(command, options, path, *more):
+    return expand(command, options, [command, "--config", str(path), *more])
+
+
+def test_the_version_is_printed(capsys):
+    assert cli.main(["--version"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("striped_attention ")
+    assert "jax " in text
+
+
+def test_a_toml_file_stands_for_flags_which_override_it(tmp_path, capsys):
+    path = tmp_path / "plan.toml"
+    path.write_text('devices = 4\nlength = "64k"\nmask = "documents"\ndocument-length = 900\nlayouts = ["zigzag"]\n')
+    assert cli.main(["plan", "--config", str(path), "--preset", "debug", "--length", "8k"]) == 0
+    text = capsys.readouterr().out
+    assert "8,192 tokens (documents) on 4 × h100, debug" in text
+    assert "zigzag()" in text
+    assert "striped(" not in text.split("Kernels:")[0].split("strategy")[0]
+
+
+def test_json_and_the_record_of_a_run(tmp_path):
+    options = {"preset": "1b", "data": ["a=0.7", "b=0.3"], "resume": True, "dry_run": False, "chunk": None}
+    flags = ["train", "--preset=1b", "--data", "a=0.7", "b=0.3", "--resume", "--batch", "4"]
+    for name, content in (("plain.json", options), ("run.json", [{"options": {"seed": 3}}, {"options": options}])):
+        (tmp_path / name).write_text(json.dumps(content))
+        assert expanded("train", TrainConfig, tmp_path / name, "--batch", "4") == flags
+
+
+def test_all_options_of_a_run_can_be_read_back(tmp_path):
+    config = TrainConfig(preset="debug", steps=7, learning_rate=-0.0, rope_scaling="linear:2,original=512")
+    (tmp_path / "run.json").write_text(json.dumps([{"options": config.record()}]))
+    import tyro
+
+    _, *flags = expanded("train", TrainConfig, tmp_path / "run.json")
+    again = tyro.cli(TrainConfig, args=flags, config=(tyro.conf.FlagCreatePairsOff,))
+    assert dataclasses.asdict(again) == dataclasses.asdict(config)
+
+
+def test_options_that_are_repeated_are_repeated(tmp_path):
+    (tmp_path / "o.json").write_text(json.dumps({"stop": ["---", "\n"], "model": "m"}))
+    assert expanded("generate", GenerateConfig, tmp_path / "o.json")[1:] == ["--stop=---", "--stop=\n", "--model=m"]
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        ("device = 4", "o.toml", "'device' is not an option of striped plan. Did you mean 'devices'?"),
+        ("devices = ", "o.toml", "is not valid TOML"),
+        ("devices = 4", "o.json", "is not valid JSON; names of TOML files end in .toml"),
+        ("[1, 2]", "o.json", "must hold one table of options"),
+        ("[devices]\nx = 4", "o.toml", "'devices' must be text, a number, true, false or a list of text or numbers"),
+        ("config = 'x'", "o.toml", "'config' is not an option of striped plan"),
+    ],
+)
+def test_bad_files_get_one_line(tmp_path, capsys, content, name, message):
+    (tmp_path / name).write_text(content)
+    assert cli.main(["plan", "--config", str(tmp_path / name)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there():
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        expand("plan", PlanConfig, ["plan", "--config=nowhere.toml"])
+    with pytest.raises(UsageError, match="needs a JSON or TOML file"):
+        expand("plan", PlanConfig, ["plan", "--config", "--devices", "4"])
