@@ -93,7 +93,7 @@ def check_shared(config: Any) -> None:
     except ValueError as error:
         raise UsageError(f"--{error}") from error
     parse_asked(config.strategy)
-    if config.stripe is not None and not has_stripes(config.layout):
+    if config.stripe is not None and not has_stripes(config.layout) and config.layout != AUTO:
         raise UsageError(f"--stripe is for --layout {DEFAULT}; got --layout {config.layout}. Leave one of them out.")
     cluster = (config.coordinator, config.num_processes, config.process_id)
     if any(x is not None for x in cluster) and None in cluster:

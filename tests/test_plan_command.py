@@ -64,7 +64,8 @@ def test_a_narrow_terminal_shows_all_of_the_plan():
     base = found.baseline
     (row,) = (line.split() for line in text.splitlines() if line.startswith(" contiguous() "))
     assert row == [
-        *("contiguous()", f"{base.imbalance:.2f}", f"{base.attention_seconds * 1e3:.2f}", "ms", "1.00"),
+        *("contiguous()", f"{base.imbalance:.2f}", f"{base.work:.2f}", f"{base.attention_seconds * 1e3:.2f}", "ms"),
+        "1.00",
         *(f"{base.step_seconds:.2f}", "s", f"{base.tokens_per_second:,.0f}", f"{base.mfu:.1%}"),
     ]
 
@@ -102,7 +103,7 @@ def test_counts_that_may_be_too_many_say_so(capsys, monkeypatch):
     monkeypatch.setattr(strategy_choice, "AFFORDABLE", 0)
     _, text, _ = run(capsys, "--devices", 4, "--length", 8192, "--mask", "window", "--window", 500, "--preset", "debug")
     assert "≤ 1." in text
-    assert "may be more than is run" in text
+    assert "≤: an upper bound" in text
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_lengths_are_written_as_people_write_them(length, tokens):
             "--layouts: A layout is written like contiguous, zigzag or striped(256); got",
         ),
         (["--devices", "8", "--length", "1M", "--layouts", "striped(0)"], "stripe must be a whole number"),
-        (["--devices", "8", "--length", "1M", "--window", "5"], "--window is for --mask window; got --mask causal"),
+        (["--devices", "8", "--length", "1M", "--window", "5"], "--window requires --mask window; got --mask causal"),
         (["--devices", "8", "--length", "1M", "--mask", "window", "--window", "0"], "window must be"),
         (["--devices", "8", "--length", "1M", "--batch", "0"], "batch must be"),
     ],

@@ -31,8 +31,8 @@ def test_what_auto_takes(monkeypatch):
     assert settled(RUN, 8, documents=False) == "heads=8"
     assert settled(RUN, 8, documents=True) == "heads=8"
     assert settled(RUN, 1, documents=True, kind="cpu", platform="cpu") == "ring"
-    # Stripes of several tokens, which groups of a ring would have, are nothing for cuDNN: all or none share out heads.
-    assert settled(RUN, 16, documents=False) in ("ring", "heads=16")
+    # cuDNN supports no stripes of several tokens, which groups of a ring would have.
+    assert settled(dataclasses.replace(RUN, layout="striped"), 16, documents=False) in ("ring", "heads=16")
     named = dataclasses.replace(RUN, strategy="gather")
     assert settled(named, 8, documents=False) == "gather"
 
@@ -40,7 +40,7 @@ def test_what_auto_takes(monkeypatch):
 def test_what_a_kernel_cannot_do_is_not_taken(monkeypatch):
     monkeypatch.setattr(binding, "EMULATED", True)
     assert not settled(dataclasses.replace(RUN, kernel="cudnn"), 8, documents=False).startswith("gather")
-    with pytest.raises(UsageError, match=r"--strategy auto: no strategy is possible\. ring: With striped"):
+    with pytest.raises(UsageError, match=r"--strategy auto: no strategy is possible\. ring: With contiguous"):
         settled(dataclasses.replace(RUN, kernel="cudnn"), 8, documents=True)
 
 
@@ -70,16 +70,35 @@ def test_training_says_why_a_strategy_was_taken_and_what_comes_next(capsys):
 
 def test_the_line_has_the_seconds_of_the_plan():
     run = dataclasses.replace(RUN, dtype="bfloat16")
-    found, (line,) = settled_with_reasons(run, 8)
+    found, (line, layouts) = settled_with_reasons(run, 8)
     assert found.strategy == "heads=8"
     assert re.fullmatch(LINE, line)
     assert line.startswith("--strategy auto takes heads=8: ")
     said = [float(seconds) for seconds in re.findall(r"([0-9.]+) s", line)]
     assert said == sorted(said)
-    twice, (line,) = settled_with_reasons(dataclasses.replace(run, batch=2, accumulate=2), 8)
+    assert layouts.startswith(
+        f"--layout auto takes contiguous(); planned time per step: contiguous() {said[0]:.3g} s, "
+    )
+    assert {"zigzag()", "striped(128)"} <= set(layouts.split())
+    twice, (line, _) = settled_with_reasons(dataclasses.replace(run, batch=2, accumulate=2), 8)
     assert twice.strategy == "heads=8"
     assert float(re.findall(r"([0-9.]+) s", line)[0]) == pytest.approx(2 * said[0], rel=0.01), "of both parts of a step"
     assert settled_with_reasons(run, 1)[1] == []
+
+
+def test_the_layout_follows_the_mask_and_the_strategy(monkeypatch):
+    """A ring takes zigzag for one document and wide stripes for packed ones; what is asked for stays."""
+    monkeypatch.setattr(binding, "EMULATED", True)
+    long = dataclasses.replace(RUN, sequence_length=262_144, strategy="ring")
+    settle_it = lambda run, documents: settle(run, {"data": 1, "sequence": 8}, documents, "gpu", "NVIDIA H200")  # noqa: E731
+    layout = lambda run, documents: settle_it(run, documents).make_layout(8, documents, "gpu")  # noqa: E731
+    assert layout(long, False) == sa.zigzag()
+    assert layout(long, True) == sa.striped(1024)
+    assert layout(dataclasses.replace(long, strategy="heads"), True) == sa.contiguous()
+    assert layout(dataclasses.replace(long, stripe=64), True) == sa.striped(64)
+    assert layout(dataclasses.replace(long, layout="contiguous"), True) == sa.contiguous()
+    again = settle_it(long, True)
+    assert settle_it(again, True) == again, "settled once for all"
 
 
 def settled_with_reasons(config, devices):
@@ -223,7 +242,8 @@ def test_auto_adds_up_the_layers_of_both_kinds(caplog):
     for run in (mixed(), mixed(full_every=None), mixed(full_every=None, window=None)):
         caplog.clear()
         with caplog.at_level("INFO", "striped_attention"):
-            settle(dataclasses.replace(run, remat="attention", chunk=1024), {"data": 1, "sequence": 8}, True, "gpu")
+            run = dataclasses.replace(run, remat="attention", chunk=1024, layout="striped")
+            settle(run, {"data": 1, "sequence": 8}, True, "gpu")
         found.append(
             {name: float(seconds) for name, seconds in re.findall(r"([a-z=,0-9]+) ([0-9.e-]+) s", caplog.text)}
         )

@@ -197,13 +197,14 @@ def _assumptions(found: Plan) -> list[str]:
 
 def _table(found: Plan) -> rich.table.Table:
     shown = rich.table.Table(
-        *("layout", "busiest / mean", "work", "attention", "speed-up", "step", "tokens/s", "MFU"),
+        *("layout", "imbalance", "work", "attention", "gain", "step", "tokens/s", "MFU"),
         box=rich.box.SIMPLE_HEAD,
         pad_edge=False,
+        collapse_padding=True,
         caption=(
-            "busiest / mean: load imbalance between devices; work: FLOPs of all tiles over those of visible pairs; "
-            f"attention: one layer, forward and backward; speed-up: of attention over {found.baseline.layout!r}, at "
-            f"most {found.bound:.2f}"
+            "imbalance: load of the busiest device over the mean; work: FLOPs of all tiles over visible pairs' alone; "
+            f"attention: one layer, forward and backward; gain: speed-up of attention over {found.baseline.layout!r}, "
+            f"at most {found.bound:.2f}"
         ),
         caption_justify="left",
     )
@@ -223,10 +224,11 @@ def _by_strategy(found: Plan) -> list[Any]:
     if len(found.strategies) == 1:
         return []
     shown = rich.table.Table(
-        *("strategy", "layout", "attention", "step", "MFU", "sent", "between nodes", "memory"),
+        *("strategy", "layout", "attention", "step", "MFU", "sent", "inter-node", "memory"),
         box=rich.box.SIMPLE_HEAD,
         pad_edge=False,
-        caption="sent: bytes per device for one layer's attention, both passes; between nodes: its part that leaves a "
+        collapse_padding=True,
+        caption="sent: bytes per device for one layer's attention, both passes; inter-node: the part that leaves a "
         "node or pod",
         caption_justify="left",
     )

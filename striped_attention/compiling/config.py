@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from striped_attention.core.layout import DEFAULT, LayoutName
+from striped_attention.core.layout import LayoutChoice
 from striped_attention.options import Path, Text, Whole, parse_length
 from striped_attention.strategies.strategy import AUTO
 from striped_attention.training.config import TrainConfig
@@ -35,8 +35,8 @@ class CompileConfig:
     """Global batch size, in sequences per step."""
     mesh: Text = None
     """Devices per mesh axis, like data=2,sequence=8. Default: all devices on sequence."""
-    layout: LayoutName = DEFAULT
-    """How tokens are distributed over the devices of the sequence axis."""
+    layout: LayoutChoice = "auto"
+    """How tokens are distributed over the devices of the sequence axis, as in `striped train`."""
     stripe: Whole = None
     """Tokens per stripe. Default: as in `striped train`."""
     strategy: str = AUTO

@@ -288,6 +288,7 @@ def zigzag() -> Layout:
 
 
 LayoutName = Literal["striped", "contiguous", "zigzag"]  # for the command line
+LayoutChoice = Literal["auto", "striped", "contiguous", "zigzag"]
 DEFAULT: LayoutName = "striped"
 BASELINE = contiguous()  # Ring Attention's layout, which the others are compared with
 UNSTRIPED = (BASELINE, zigzag())

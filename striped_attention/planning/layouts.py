@@ -64,8 +64,17 @@ def best_layout(
     def request(layout: Layout) -> Request:
         slots = layout.padded_length(length, devices) // devices
         query, key = (jax.ShapeDtypeStruct((1, slots, n, dim), jnp.dtype(dtype)) for n in (heads, kv_heads))
-        shape = dict(layout=layout, devices=devices, length=length, platform=machine.platform, device_kind=kind)
-        return make_request(query, key, mask=mask, here=hardware is None, **shape)
+        return make_request(
+            query,
+            key,
+            mask=mask,
+            layout=layout,
+            devices=devices,
+            length=length,
+            platform=machine.platform,
+            device_kind=kind,
+            here=hardware is None,
+        )
 
     first = choose_strategy(strategy, request(BASELINE), kernel)
     slots = -(-length // devices)

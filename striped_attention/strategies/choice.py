@@ -86,7 +86,7 @@ class Assessment:
 
 
 class TileCount:
-    """Count a mask's tiles for a layout, devices and tile, and say whether that is exact. Results are cached."""
+    """Count a mask's tiles for a layout, devices and tile, and report whether that is exact. Results are cached."""
 
     def __init__(self, mask: Mask, length: int, affordable: int | None = None) -> None:
         self.mask, self.length = mask, length

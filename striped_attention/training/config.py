@@ -3,18 +3,18 @@
 import dataclasses
 import math
 import pathlib
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import jax
 import numpy as np
 import tyro
 
 import striped_attention as sa
-from striped_attention.core.layout import BASELINE, DEFAULT, Layout, LayoutName, has_stripes, named_layout
+from striped_attention.core.layout import BASELINE, DEFAULT, Layout, LayoutChoice, has_stripes, named_layout
 from striped_attention.core.mask import Mask
 from striped_attention.data import Columns, Data, Named, all_raw, check, kept_tokenizer, load
 from striped_attention.errors import UsageError
-from striped_attention.kernels.choice import choose_stripes
+from striped_attention.kernels.choice import choose_stripes, layouts_for
 from striped_attention.kernels.contract import Request, make_request
 from striped_attention.models.llama import PRESETS, ModelConfig
 from striped_attention.options import Number, Path, Paths, Sources, Text, Whole, check_at_least, check_shared
@@ -66,9 +66,10 @@ class TrainConfig:
     mesh: Text = None
     """Devices per mesh axis, like data=2,sequence=4: the sequences of a batch are split over data, the tokens of a
     sequence over sequence. Default: all devices on sequence."""
-    layout: LayoutName = DEFAULT
-    """How tokens are distributed over the devices of the sequence axis. contiguous is plain Ring Attention; striped
-    balances the load of causal attention."""
+    layout: LayoutChoice = "auto"
+    """How tokens are distributed over the devices of the sequence axis. contiguous is plain Ring Attention; striped and
+    zigzag balance the load of causal attention. auto: the one that is planned to be the fastest for the mask, strategy
+    and hardware."""
     stripe: Whole = None
     """Tokens per stripe. Default: about a tile, 256 on CPUs and 1024 elsewhere; a smaller power of two if a device has
     few tokens; 1 for the kernel cudnn."""
@@ -270,14 +271,28 @@ class TrainConfig:
         """The layout for this many devices on the sequence axis, with or without packed documents.
 
         Without a platform, as in a dry run, no device is touched: stripes are chosen for GPUs, or for CPUs with
-        --cpu-devices.
+        --cpu-devices. `settle` must have replaced the layout "auto" before; otherwise it means stripes.
         """
-        if self.stripe is not None or not has_stripes(self.layout):
-            return named_layout(self.layout, self.stripe or 1)
+        if self.stripe is not None or not (has_stripes(self.layout) or self.layout == AUTO):
+            return named_layout(DEFAULT if self.layout == AUTO else self.layout, self.stripe or 1)
+        return choose_stripes(*self._stripes_for(devices, documents, platform))
+
+    def layouts(self, devices: int, documents: bool = True, platform: str | None = None) -> list[Layout]:
+        """The layouts that `settle` compares: several for the layout "auto", or else the requested one."""
+        if self.layout == AUTO and self.stripe is None:
+            return layouts_for(*self._stripes_for(devices, documents, platform))
+        return [self.make_layout(devices, documents, platform)]
+
+    def with_layout(self, layout: Layout) -> "TrainConfig":
+        """The same run with this layout."""
+        stripe = layout.stripe if has_stripes(layout.name) else None
+        return dataclasses.replace(self, layout=cast(LayoutChoice, layout.name), stripe=stripe)
+
+    def _stripes_for(self, devices: int, documents: bool, platform: str | None) -> tuple[str, Request, int, int]:
+        """The arguments of `choose_stripes` and `layouts_for`."""
         assumed = "gpu" if self.cpu_devices is None else "cpu"
         request = self.request(BASELINE, devices, documents, platform or assumed, here=platform is not None)
-        slots = -(-self.sequence_length // devices)
-        return choose_stripes(self.kernel, request, slots, devices // request.devices)
+        return self.kernel, request, -(-self.sequence_length // devices), devices // request.devices
 
     def make_strategy(self, devices: int) -> Strategy:
         """The strategy for this many devices on the sequence axis; `settle` must have replaced "auto" before."""

@@ -1,14 +1,15 @@
-"""Settle: resolve `--strategy auto`, `--remat auto` and the default of `--chunk` from the planner's estimates."""
+"""Settle: resolve "auto" for --strategy, --layout and --remat, and the default of --chunk, by the planner's model."""
 
 import dataclasses
 import logging
 from collections.abc import Sequence
 
+from striped_attention.core.layout import BASELINE, Layout
 from striped_attention.core.mask import causal, packed
 from striped_attention.errors import UsageError
 from striped_attention.planning import budget
 from striped_attention.planning.cost import estimate
-from striped_attention.planning.plan import Choice, assess
+from striped_attention.planning.plan import assess
 from striped_attention.planning.setting import Setting
 from striped_attention.runtime.hardware import Hardware, hardware_of
 from striped_attention.strategies.choice import CLOSE, fastest_that_fits
@@ -29,7 +30,7 @@ def settle(
     kind: str = "",
     available: float | None = None,
 ) -> TrainConfig:
-    """Return the run with the fastest strategy, `remat` and `chunk` that are planned to fit in memory.
+    """Return the run with the fastest strategy, layout, `remat` and `chunk` that are planned to fit in memory.
 
     Without a platform, as in a dry run, the plan is for GPUs, or for CPUs with --cpu-devices. `available` is the number
     of bytes per device that a step may use; by default the share --memory of such a device. If nothing fits, the choice
@@ -47,12 +48,12 @@ def settled(
     kind: str = "",
     available: float | None = None,
 ) -> tuple[TrainConfig, list[str]]:
-    """Like `settle`, with lines for the user that explain the choice of `--strategy auto`."""
+    """Like `settle`, with lines for the user that explain what "auto" stands for."""
     hardware = assumed(config, platform, kind)
     available = config.memory * hardware.memory if available is None else available
-    if config.strategy != AUTO:
-        return budget.within(config, sizes, available), []
     devices, model = sizes["sequence"], config.model
+    if config.strategy != AUTO and len(config.layouts(devices, documents, platform)) == 1:
+        return budget.within(config, sizes, available), []
     drawn = packed(config.sequence_length) if documents else causal()
     masks = [(mask & drawn, layers) for mask, layers in config.known_masks()]
     sequences = config.batch // sizes["data"] // config.accumulate
@@ -63,45 +64,65 @@ def settled(
         kernel=config.kernel,
     )
 
-    def tried(strategy: object) -> tuple[TrainConfig, Choice, float]:
-        """The run with this strategy, its plan as if all layers had the first mask, and the seconds per step with each
-        layer's own mask."""
-        run = budget.within(dataclasses.replace(config, strategy=str(strategy)), sizes, available)
-        layout = run.make_layout(devices, documents, platform)
+    def tried(run: TrainConfig, layout: Layout) -> Planned:
+        """The plan of a run with this layout; every layer has its own mask."""
+        run = budget.within(run, sizes, available)
         planned = dataclasses.replace(plain, layout=layout, strategy=run.make_strategy(devices))
         planned = dataclasses.replace(planned, remat=run.remat, chunk=run.chunk)
         each = [(assess(dataclasses.replace(planned, mask=mask)), layers) for mask, layers in masks]
-        return run, each[0][0], sum(one.step_seconds * layers for one, layers in each) / model.layers
+        seconds = sum(one.step_seconds * layers for one, layers in each) / model.layers * config.accumulate
+        memory = estimate(run, sizes).total_memory
+        return Planned(each[0][0].strategy, seconds, memory <= available, layout, run, memory)
+
+    def by_layout(strategy: object) -> list[Planned]:
+        """The plans of a run with this strategy, the preferred layout first."""
+        run = dataclasses.replace(config, strategy=str(strategy))
+        layouts = run.layouts(devices, documents, platform)
+        if len(layouts) == 1:
+            return [tried(run, *layouts)]
+        plans = [tried(run.with_layout(layout), layout) for layout in layouts]
+        least = min(plan.seconds for plan in plans)
+        return sorted(plans, key=lambda plan: plan.seconds > (1 + CLOSE) * least)  # stable: the simpler ones first
 
     able, reasons = [], []
-    for strategy in candidates(devices, model.heads, hardware.group):
+    for strategy in candidates(devices, model.heads, hardware.group) if config.strategy == AUTO else [config.strategy]:
         try:
-            able.append(tried(strategy))
+            able.append(by_layout(strategy))
         except ValueError as error:  # the requested kernel does not support it
             reasons.append(f"{strategy}: {error}")
-    if not able:
+    if not able and config.strategy == AUTO:
         raise UsageError(f"--strategy auto: no strategy is possible. {' '.join(reasons)}")
-    memory = lambda one: estimate(one[0], sizes).total_memory  # noqa: E731
-    run, best, _ = fastest_that_fits(able, lambda one: one[2], memory, available)
-    found = [
-        Planned(one[1].strategy, one[2] * config.accumulate, memory(one) <= available)
-        for one in sorted(able, key=lambda one: one[2])
-    ]
-    seconds = ", ".join(f"{one.strategy} {one.spent}" for one in found)
-    logging.getLogger("striped_attention").info(
-        "strategy='auto' takes %s; planned time per step: %s", best.strategy, seconds
-    )
-    lines = [why(best.strategy, found, f"{devices} × {hardware.name}")] if devices > 1 else []
-    return dataclasses.replace(run, strategy=str(best.strategy)), lines
+    if not able:
+        return budget.within(config, sizes, available), []  # `trainer.choose` rejects it
+    best = [plans[0] for plans in able]
+    taken = fastest_that_fits(best, lambda plan: plan.seconds, lambda plan: plan.memory, available)
+    lines = []
+    if config.strategy == AUTO:
+        best = sorted(best, key=lambda plan: plan.seconds)
+        seconds = ", ".join(f"{plan.strategy} {plan.spent}" for plan in best)
+        logging.getLogger("striped_attention").info(
+            "strategy='auto' takes %s; planned time per step: %s", taken.strategy, seconds
+        )
+        lines.append(why(taken.strategy, best, f"{devices} × {hardware.name}"))
+        config = dataclasses.replace(config, strategy=str(taken.strategy))
+    plans = next(plans for plans in able if plans[0] is taken)
+    if len(plans) > 1:
+        seconds = ", ".join(f"{plan.layout!r} {plan.spent}" for plan in plans)
+        lines.append(f"--layout auto takes {taken.layout!r}; planned time per step: {seconds}.")
+    assert taken.run is not None
+    return dataclasses.replace(taken.run, strategy=config.strategy), lines if devices > 1 else []
 
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A strategy, its planned seconds per step, and whether it is planned to fit in memory."""
+    """A strategy, its planned seconds per step, and whether it is planned to fit in memory; the layout and the run."""
 
     strategy: Strategy
     seconds: float
     fits: bool
+    layout: Layout = BASELINE
+    run: TrainConfig | None = None
+    memory: int = 0
 
     @property
     def spent(self) -> str:
