@@ -35,7 +35,7 @@ from striped_attention.runtime import record
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 OPTIONS = """--local-processes 2 --cpu-devices 1 --layers 2 --dim 64 --ffn 128 --heads 4 --kv-heads 2 --dtype float32
-             --sequence-length 128 --batch 2 --accumulate 2 --checkpoint-every 3 --keep 2"""
+             --length 128 --batch 2 --accumulate 2 --checkpoint-every 3 --keep 2"""
 VICTIMS = ("process 0", "process 1", "parent", "all")
 MOMENTS = ("while saving", "in the middle", "while saving", "while starting")
 ROWS = 30  # sequences in the dataset: an epoch takes 15 steps

@@ -7,7 +7,7 @@ The beginning of a document gives every key a value, once. The rest asks for the
     C5 A3 E0 B3   ?A 3 . ?B 3 ?C 5 ?B 3 . ?E 0 ?A 3 ...
 
 The model has one attention layer, so it can answer only by attending to the beginning, however far away that is. It is
-trained on short documents, and then on long ones (`--start-from`, a longer `--sequence-length`, and a larger
+trained on short documents, and then on long ones (`--start-from`, a longer `--length`, and a larger
 `--rope-theta`, which by itself has most of the effect here, as the validation before the first step shows). `striped
 evaluate` compares both models: loss by position, and needle in a haystack. Takes a minute.
 """
@@ -77,15 +77,15 @@ def run(folder: pathlib.Path) -> None:
     cache = f"--data-cache {folder}/tokens"
     striped(
         f"train {MODEL} {TRAINING} --rope-theta 500 --data {folder}/texts/short --tokenizer {folder}/tokenizer.json "
-        f"--sequence-length {SHORT} --batch 8 --steps 300 --checkpoint-dir {short} {cache}"
+        f"--length {SHORT} --batch 8 --steps 300 --checkpoint-dir {short} {cache}"
     )
     striped(
         f"train --start-from {short} {TRAINING} --rope-theta 10000 --data {folder}/texts/long "
-        f"--sequence-length {LONG} --batch 2 --steps 60 --checkpoint-dir {long} --validation {held_out} {cache}"
+        f"--length {LONG} --batch 2 --steps 60 --checkpoint-dir {long} --validation {held_out} {cache}"
     )
     for model in (short, long):
         striped(
-            f"evaluate --model {model} --data {held_out} --sequence-length {LONG} --lengths {SHORT // 2} {LONG} "
+            f"evaluate --model {model} --data {held_out} --length {LONG} --lengths {SHORT // 2} {LONG} "
             f"--depths 0 25 50 75 --batch 8 --dtype float32 --output {model}.json {cache}",
             *NEEDLE,
         )

@@ -24,6 +24,23 @@ Texts = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="TEXT ...", help
 Strings = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT", help_behavior_hint="")]
 Count = Annotated[tuple[int, ...] | None, tyro.conf.arg(metavar="[N]", help_behavior_hint="")]  # --option or --option N
 
+
+def _length_from_text(kind: type) -> Any:
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="TOKENS",
+        instance_from_str=lambda texts: parse_length(texts[0]),
+        is_instance=lambda value: isinstance(value, kind),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+# The option --length of a field `sequence_length`; --sequence-length works as well.
+Length = Annotated[int, _length_from_text(int), tyro.conf.arg(aliases=("--length",))]
+LengthOrNone = Annotated[
+    int | None, _length_from_text(int), tyro.conf.arg(aliases=("--length",), help_behavior_hint="")
+]
+
 Paths = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="PATH ...", help_behavior_hint="")]
 Sources = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="PATH[=WEIGHT] ...", help_behavior_hint="")]
 

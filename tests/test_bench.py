@@ -39,7 +39,7 @@ from tests.team import Here
         (dict(heads=("3:2",)), "--heads must be written like 32:8"),
         (dict(heads=("16",)), "--heads must be written like 32:8"),
         (dict(quick=True, heads=("3:2",)), "the first a multiple of the second"),
-        (dict(members=(1,)), "--members must be at least 2"),
+        (dict(members=(1,)), "--devices must be at least 2"),
         (dict(lengths=(1001,)), "--lengths multiples of twice that"),
         (dict(lengths=()), "--lengths needs at least one value"),
         (dict(strategies=("heads=x",)), "--strategies: A strategy is written like ring, gather, heads, heads=2"),
@@ -232,7 +232,7 @@ def test_the_suite_gpu_measures_strategies_and_writes_down_what_is_planned(monke
     monkeypatch.setattr(gpu, "BATCHES", 1)
     monkeypatch.setattr(profile, "where", lambda call: {})
     path = tmp_path / "gpu.json"
-    options = ["--members", "2", "--lengths", "1024", "--heads", "4:2", "--layouts", "striped"]
+    options = ["--devices", "2", "--lengths", "1024", "--heads", "4:2", "--layouts", "striped"]
     more = ["--masks", "documents(300)", "--kernels", "cudnn", "xla", "--strategies", "ring", "heads"]
     with kernel_cudnn.EMULATIONS["in plain JAX"]():
         assert main(["bench", "gpu", *options, *more, "--output", str(path)]) == 0

@@ -67,7 +67,7 @@ def layouts_of(rows):
 
 @pytest.mark.usefixtures("here")
 def test_layouts_are_timed_on_the_clock_and_by_their_critical_paths(bench, capsys):
-    result = bench("layouts --members 2 --lengths 128 --layouts striped(16) --rounds 1")
+    result = bench("layouts --devices 2 --lengths 128 --layouts striped(16) --rounds 1")
     wall, path = result["wall"], result["critical_path"]
     assert wall["devices"] == 2
     assert "two processes, each pinned to a core" in wall["how"]
@@ -151,7 +151,7 @@ def test_a_process_alone_survives_an_error_but_not_its_death(capfd):
 
 @pytest.mark.usefixtures("here")
 def test_small_tiles_run_fewer_hidden_pairs(bench):
-    rows = bench("tiles --tiles 16 64 --members 2 --lengths 128 --layouts striped(1) --rounds 1")["rows"]
+    rows = bench("tiles --tiles 16 64 --devices 2 --lengths 128 --layouts striped(1) --rounds 1")["rows"]
     assert [(row["tile"], row["layout"]) for row in rows] == [
         *((16, "contiguous()"), (16, "striped(1)"), (64, "contiguous()"), (64, "striped(1)"))
     ]
@@ -165,7 +165,7 @@ def test_small_tiles_run_fewer_hidden_pairs(bench):
 @pytest.mark.usefixtures("here")
 def test_masks_say_how_busy_the_busiest_device_is(bench):
     asked = ["causal", "window(32)", "prefix(40)", "documents(20)", "documents(32,0)"]
-    rows = bench(f"masks --masks {' '.join(asked)} --members 2 --lengths 128 --layouts zigzag --rounds 1")["rows"]
+    rows = bench(f"masks --masks {' '.join(asked)} --devices 2 --lengths 128 --layouts zigzag --rounds 1")["rows"]
     assert list(dict.fromkeys(row["mask"] for row in rows)) == asked
     assert layouts_of(rows) == ["contiguous()", "zigzag()"] * len(asked)
     assert all(1 <= row["imbalance"] <= 2 for row in rows), "2 if one of two devices does everything"
@@ -177,7 +177,7 @@ def test_masks_say_how_busy_the_busiest_device_is(bench):
 def test_a_gpu_is_given_more_heads_in_bfloat16(bench, monkeypatch):
     monkeypatch.setitem(problem.SHAPES, "gpu", problem.Shape(4, 2, 8, "bfloat16"))
     monkeypatch.setitem(blocks.PLATFORMS, "gpu", "cpu")  # this test has none
-    options = "--platform gpu --tiles 16 --members 2 --lengths 128 --layouts zigzag --rounds 1"
+    options = "--platform gpu --tiles 16 --devices 2 --lengths 128 --layouts zigzag --rounds 1"
     result = bench(f"tiles {options} --masks documents(20)")
     assert result["configuration"]["dtype"] == "bfloat16"
     assert {(row["platform"], row["mask"]) for row in result["rows"]} == {("gpu", "documents(20)")}
@@ -217,7 +217,7 @@ def test_masks_of_documents_are_as_long_as_they_say():
 def test_overhead_times_every_part_of_a_layer(bench, monkeypatch):
     alone = {overhead.Layer: Here, overhead.Wire: Team}  # what is sent needs somebody to send it to
     monkeypatch.setattr(overhead, "Team", lambda kind, cores, **options: alone[kind](kind, cores, **options))
-    result = bench("overhead --presets debug --members 4 --lengths 64 --layouts striped(4) --rounds 2")
+    result = bench("overhead --presets debug --devices 4 --lengths 64 --layouts striped(4) --rounds 2")
     what = ["attention", "merges", "projections", "feed-forward", "loss", "permute", "hops"]
     assert [row["what"] for row in result["rows"]] == what
     assert all(row["seconds"] > 0 and row["length"] == 64 and row["devices"] == 4 for row in result["rows"])
@@ -237,7 +237,7 @@ def test_a_wrong_answer_is_not_timed(error):
 @pytest.mark.usefixtures("here")
 def test_scale_is_measured_here_and_planned_beyond(bench, monkeypatch):
     monkeypatch.setattr(rings, "MEMBERS", 2)
-    planned = "--presets 1b --members 8 --lengths 262144 --hardware h100 v5p"
+    planned = "--presets 1b --devices 8 --lengths 262144 --hardware h100 v5p"
     rows = bench(f"scale --measured 128 {planned} --layouts zigzag --rounds 1")["rows"]
     assert [(row["measured"], row["hardware"]) for row in rows] == [
         *[(True, "cpu")] * 2,
@@ -359,7 +359,7 @@ def test_a_machine_with_too_few_cores_is_told_so(monkeypatch):
 
 @pytest.mark.usefixtures("here")
 def test_a_decoded_token_sends_partial_results(bench, tmp_path):
-    found = bench("decode --quick --lengths 64 --members 1 4 --rounds 3")
+    found = bench("decode --quick --lengths 64 --devices 1 4 --rounds 3")
     one, four = found["rows"]
     assert (one["wire_bytes"], one["attention_bytes"]) == (0, 0)
     debug = PRESETS["debug"]

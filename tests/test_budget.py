@@ -122,14 +122,14 @@ def test_jax_may_take_as_much_of_a_gpu_as_a_run_may_use(monkeypatch):
 
 
 def test_the_dry_run_and_the_plan_say_what_was_chosen(capsys):
-    run = "--preset 1b --sequence-length 262144 --mesh sequence=8 --dry-run"
+    run = "--preset 1b --length 262144 --mesh sequence=8 --dry-run"
     assert cli.main(["train", *run.split()]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "for the backward pass (remat " in said
     assert "tokens at a time" in said
     assert "It fits: " in said
     assert "that --memory 0.9 allows of a device with 80.00 GB (assumed: h100)" in said
-    assert cli.main(["train", *run.split(), "--preset", "7b", "--sequence-length", "4194304"]) == 0
+    assert cli.main(["train", *run.split(), "--preset", "7b", "--length", "4194304"]) == 0
     assert "It does not fit: " in " ".join(capsys.readouterr().out.split())
     plan = sa.plan(8, 262_144, hardware="h200", model="1b")
     assert plan.best.setting.remat in REMAT

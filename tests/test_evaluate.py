@@ -131,7 +131,7 @@ def test_a_hugging_face_model_has_the_losses_that_transformers_finds(tmp_path, c
     np.save(tmp_path / "x.npy", np.append(TOKENS, TOKENS[0, 0]))
     common = ("--model", tmp_path / "model", "--data", tmp_path / "x.npy", "--dtype", "float32")
     code, out, error = evaluate(
-        capsys, *common, "--sequence-length", LENGTH, "--only", "perplexity", "--output", tmp_path / "x.json"
+        capsys, *common, "--length", LENGTH, "--only", "perplexity", "--output", tmp_path / "x.json"
     )
     assert code == 0, error
     logs = jax.nn.log_softmax(their_scores(original("qwen 3")))
@@ -144,7 +144,7 @@ def test_a_hugging_face_model_has_the_losses_that_transformers_finds(tmp_path, c
     assert found["devices"]["mesh"] == {"data": 1, "sequence": 8}
     assert found["configuration"]["sequence_length"] == LENGTH
     assert f"{np.exp(loss):,.2f}" in out
-    code, out, error = evaluate(capsys, *common, "--sequence-length", LENGTH, "--only", "needle")
+    code, out, error = evaluate(capsys, *common, "--length", LENGTH, "--only", "needle")
     assert (code, out) == (2, "")
     assert "has no tokenizer.json. Give one with --tokenizer" in error
 
@@ -241,7 +241,7 @@ def test_data_without_a_token_that_counts_is_refused(tmp_path):
         measured(tmp_path, [7] * 100)
 
 
-@pytest.mark.parametrize(("length", "warned"), [(64, ""), (65, "--sequence-length 65 is longer than the 64 positions")])
+@pytest.mark.parametrize(("length", "warned"), [(64, ""), (65, "--length 65 is longer than the 64 positions")])
 def test_sequences_longer_than_the_models_positions_are_warned_of(length, warned, tmp_path, capsys):
     measured(tmp_path, [1] * 100, sequence_length=length)
     error = capsys.readouterr().err

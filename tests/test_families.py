@@ -245,7 +245,7 @@ def test_evaluation_gives_the_loss_of_transformers(name, tmp_path):
     hub = save(name, tmp_path / "hub")
     held_out = np.random.default_rng(2).integers(0, VOCABULARY, 4 * LENGTH + 1).astype(np.uint16)
     np.save(tmp_path / "held_out.npy", held_out)
-    options = f"--sequence-length {LENGTH} --batch 2 --mesh data=2,sequence=4 --dtype float32 --only perplexity"
+    options = f"--length {LENGTH} --batch 2 --mesh data=2,sequence=4 --dtype float32 --only perplexity"
     options += f" --data {tmp_path / 'held_out.npy'} --output {tmp_path / 'out.json'}"
     command("evaluate", "--model", hub, *options.split())
     rows = torch.tensor(held_out[:-1].reshape(4, LENGTH).astype(np.int64))

@@ -20,7 +20,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     data = folder / "text.txt"
     data.write_text("the quick brown fox jumps over the lazy dog. " * 200)
-    command = "train --layers 2 --dim 32 --ffn 64 --heads 2 --kv-heads 1 --batch 8 --mesh data=8 --sequence-length 64"
+    command = "train --layers 2 --dim 32 --ffn 64 --heads 2 --kv-heads 1 --batch 8 --mesh data=8 --length 64"
     command += f" --steps 30 --learning-rate 1e-2 --dtype float32 --data {data}"
     assert cli.main([*command.split(), "--checkpoint-dir", str(folder / "run")]) == 0
     return folder / "run"

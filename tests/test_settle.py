@@ -45,7 +45,7 @@ def test_what_a_kernel_cannot_do_is_not_taken(monkeypatch):
 
 
 def test_training_with_auto_says_what_it_took(capsys):
-    options = "--cpu-devices 8 --sequence-length 256 --steps 1 --layers 1 --dim 32 --ffn 32 --heads 4 --kv-heads 2"
+    options = "--cpu-devices 8 --length 256 --steps 1 --layers 1 --dim 32 --ffn 32 --heads 4 --kv-heads 2"
     assert cli.main(["train", *options.split(), "--strategy", "auto"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "strategy heads=4" in text or "strategy ring" in text or "strategy gather=8" in text
@@ -60,7 +60,7 @@ LINE = (
 
 def test_training_says_why_a_strategy_was_taken_and_what_comes_next(capsys):
     """One line, of a run and of a dry run; none if the strategy was asked for."""
-    options = "--cpu-devices 8 --sequence-length 256 --steps 1 --layers 1 --dim 32 --ffn 32 --heads 4 --kv-heads 2"
+    options = "--cpu-devices 8 --length 256 --steps 1 --layers 1 --dim 32 --ffn 32 --heads 4 --kv-heads 2"
     for more in ([], ["--dry-run"]):
         assert cli.main(["train", *options.split(), *more]) == 0
         assert len(re.findall(LINE, " ".join(capsys.readouterr().out.split()))) == 1
@@ -142,7 +142,7 @@ def test_a_dry_run_refuses_what_the_run_would(options, platform, capsys, monkeyp
 
 def test_a_dry_run_lets_cudnn_train_on_tokens_without_documents(capsys, tmp_path):
     np.save(tmp_path / "tokens.npy", np.zeros(100_000, np.uint16))
-    options = f"--sequence-length 8192 --mesh sequence=8 --kernel cudnn --dry-run --data {tmp_path}/tokens.npy"
+    options = f"--length 8192 --mesh sequence=8 --kernel cudnn --dry-run --data {tmp_path}/tokens.npy"
     assert cli.main(["train", *options.split()]) == 0
     assert cli.main(["train", *options.split(), "--strategy", "ring"]) == 0
     capsys.readouterr()
@@ -176,7 +176,7 @@ def test_strategies_that_cannot_be(strategy, message, capsys):
 def test_dry_runs_count_what_a_strategy_sends(capsys):
     said = {}
     for strategy in ("ring", "heads=8", "gather"):
-        options = "--preset llama3-8b --sequence-length 65536 --mesh sequence=8 --dry-run"
+        options = "--preset llama3-8b --length 65536 --mesh sequence=8 --dry-run"
         assert cli.main(["train", *options.split(), "--strategy", strategy]) == 0
         said[strategy] = capsys.readouterr().out
     assert "sent: tokens for heads" in said["heads=8"]

@@ -160,7 +160,7 @@ def test_every_device_is_given_its_part_of_the_files_alone(tmp_path, monkeypatch
 
 
 def test_two_processes_read_what_their_devices_hold(hub, tokens, tmp_path):
-    options = f"--data {tokens} --sequence-length 48 --steps 1 --learning-rate 0 --checkpoint-dir {tmp_path / 'run'}"
+    options = f"--data {tokens} --length 48 --steps 1 --learning-rate 0 --checkpoint-dir {tmp_path / 'run'}"
     command("train", *options.split(), "--start-from", hub, "--local-processes", 2, "--cpu-devices", 1)
     assert json.loads((tmp_path / "run" / "run.json").read_text())[0]["processes"] == 2
     before, after = weights_of(hub), weights_of(export(tmp_path / "run", tmp_path / "out"))
@@ -358,7 +358,7 @@ def exported(asked, folder):
 def test_sequences_longer_than_the_positions_are_warned_of(options, length, warned, tokens, tmp_path):
     folder = rewritten(tmp_path / "hub")
     begin = start.look(config(tokens, start_from=folder, dry_run=True, sequence_length=length, **options))
-    assert any("Warning: --sequence-length" in line for line in begin.lines) == warned
+    assert any("Warning: --length" in line for line in begin.lines) == warned
 
 
 def test_a_run_that_goes_on_is_not_said_to_be_from_scratch(tokens, tmp_path):
@@ -506,4 +506,4 @@ def test_a_dry_run_reads_the_configuration_alone(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"Starts from {folder}: rope theta 500,000, rope scaling llama3 × 8 of 64 positions" in out
     assert "8,030,261,248 parameters" in out
-    assert "Warning: --sequence-length 2048 is longer than the 512 positions" not in out, "theta is larger"
+    assert "Warning: --length 2048 is longer than the 512 positions" not in out, "theta is larger"

@@ -18,7 +18,7 @@ import pytest
 from striped_attention import cli
 from striped_attention.training.launch import GRACE, HEARTBEAT, in_cluster, reserved_port
 
-TINY = shlex.split("--layers 1 --dim 16 --ffn 32 --heads 2 --kv-heads 1 --sequence-length 64 --batch 2 --dtype float32")
+TINY = shlex.split("--layers 1 --dim 16 --ffn 32 --heads 2 --kv-heads 1 --length 64 --batch 2 --dtype float32")
 TINY += shlex.split("--schedule constant --warmup 0")  # so that every number of steps is the same program
 TINY += ["--data", __file__]
 TWO = ("--cpu-devices", 2)
@@ -330,7 +330,7 @@ def test_help_names_every_stable_flag(capsys):
 
 @pytest.mark.parametrize("model", ["a preset", "a run"])
 def test_a_dry_run_starts_no_device(model, alone):
-    arguments = shlex.split("--sequence-length 262144 --mesh sequence=8 --dry-run")
+    arguments = shlex.split("--length 262144 --mesh sequence=8 --dry-run")
     start_from = ("--start-from", alone) if model == "a run" else ("--preset", "1b")
     code, out, error = run(*arguments, *start_from, JAX_PLATFORMS="no-such-platform")
     assert code == 0, error

@@ -385,7 +385,7 @@ def test_a_foreign_folder_is_refused_and_left_as_it_is(tmp_path):
     [
         (dict(dim=32), "of another model: dim 16 there, 32 here"),
         (dict(seed=1), "another --seed"),
-        (dict(sequence_length=60), "another --sequence-length"),
+        (dict(sequence_length=60), "another --length"),
         (dict(data=(watch.__file__,)), "another --data"),
     ],
 )
@@ -603,7 +603,7 @@ BAD = [
     (dict(mesh="data=3,sequence=2"), "needs 6 devices, but there are 8.*--cpu-devices"),
     (dict(mesh="rows=8"), "must be written like data=2,sequence=4"),
     (dict(mesh="data=8", batch=6), "--batch must be a multiple of 8, the mesh's data axis"),
-    (dict(mesh="sequence=8", sequence_length=7), "--sequence-length must be at least the 8 devices"),
+    (dict(mesh="sequence=8", sequence_length=7), "--length must be at least the 8 devices"),
     (dict(kernel="magic"), r"kernel must be one of .*'xla'.*'magic'"),
     (dict(heads=3), "dim must be its heads times an even head width"),
     (dict(kv_heads=3, heads=4), "multiple of its kv_heads"),

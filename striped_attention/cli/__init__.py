@@ -43,8 +43,6 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         import tyro
 
-        from striped_attention.cli.arguments import expand
-
         commands, modules = _load()
         if name is not None and name not in commands:
             module, _ = _COMMANDS[name]
@@ -59,13 +57,29 @@ def main(arguments: list[str] | None = None) -> int:
     )
 
     def run() -> int:
-        config = cli(commands, args=asked if name is None else expand(name, commands[name], asked))
+        arguments = asked
+        if name is not None:
+            narrowed = getattr(modules[commands[name]], "narrowed", lambda _: None)(asked[1:])
+            if narrowed is not None:  # the help of a part of the command
+                flags = (tyro.conf.FlagCreatePairsOff,)
+                tyro.cli(narrowed, prog=f"striped {name} {narrowed.__name__}", args=["--help"], config=flags)
+            arguments = _complete(name, commands[name], modules, asked)
+        config = cli(commands, args=arguments)
         try:
             return modules[type(config)].run(config) or 0
         except ModuleNotFoundError as error:
             return _missing(error, name)
 
     return guard(run)
+
+
+def _complete(name: str, options: type[Any], modules: dict[type, Any], arguments: list[str]) -> list[str]:
+    """Add the options from files: those of --config, and those that the command itself finds."""
+    from striped_attention.cli.arguments import expand
+
+    arguments = expand(name, options, arguments)
+    complete = getattr(modules[options], "complete", None)
+    return arguments if complete is None else complete(arguments)
 
 
 def _versions() -> str:

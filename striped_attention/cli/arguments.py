@@ -36,13 +36,17 @@ def expand(command: str, options: type, arguments: Sequence[str]) -> list[str]:
         if not path or path.startswith("--"):
             raise UsageError(f"{FLAG} needs a JSON or TOML file of options.")
         files.append(pathlib.Path(path))
-    known = _known(options)
-    flags = [flag for path in files for flag in _flags(path, command, known)]
-    first = next((i for i, argument in enumerate(rest) if argument.startswith("-")), len(rest))
-    return [*rest[:first], *flags, *rest[first:]]
+    flags = [flag for path in files for flag in flags_of(read(path), f"{FLAG} {path}", command, options)]
+    return add_first(rest, flags)
 
 
-def _known(options: type) -> dict[str, bool]:
+def add_first(arguments: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Add flags ahead of the flags in `arguments`, which override them."""
+    first = next((i for i, argument in enumerate(arguments) if argument.startswith("-")), len(arguments))
+    return [*arguments[:first], *flags, *arguments[first:]]
+
+
+def _known(options: type[Any]) -> dict[str, bool]:
     """The names of all options, aliases included, and whether a list is given by repeating the flag."""
     known = {}
     hints = typing.get_type_hints(options, include_extras=True)
@@ -55,22 +59,21 @@ def _known(options: type) -> dict[str, bool]:
     return known
 
 
-def _flags(path: pathlib.Path, command: str, known: dict[str, bool]) -> list[str]:
-    flags: list[str] = []
-    for written, value in _read(path).items():
+def flags_of(found: dict[str, Any], where: str, command: str, options: type[Any]) -> list[str]:
+    """Return options found in a file as flags; `where` names the file in errors."""
+    known, flags = _known(options), []
+    for written, value in found.items():
         name = written.replace("-", "_")
         flag = f"--{name.replace('_', '-')}"
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise UsageError(f"{FLAG} {path}: {written!r} is not an option of striped {command}.{hint}")
+            raise UsageError(f"{where}: {written!r} is not an option of striped {command}.{hint}")
         if value is None or value is False:
             continue
         values = value if isinstance(value, list) else [value]
         if any(isinstance(one, dict | list | bool | None) for one in values) and value is not True:
-            raise UsageError(
-                f"{FLAG} {path}: {written!r} must be text, a number, true, false or a list of text or numbers."
-            )
+            raise UsageError(f"{where}: {written!r} must be text, a number, true, false or a list of text or numbers.")
         if value is True:
             flags.append(flag)
         elif isinstance(value, list) and not known[name]:
@@ -80,7 +83,7 @@ def _flags(path: pathlib.Path, command: str, known: dict[str, bool]) -> list[str
     return flags
 
 
-def _read(path: pathlib.Path) -> dict[str, Any]:
+def read(path: pathlib.Path) -> dict[str, Any]:
     """The options in a file, by name."""
     try:
         text = path.read_text()

@@ -82,7 +82,7 @@ def _rows_of(corpus: Corpus, length: int) -> int:
     if rows < 1:
         raise UsageError(
             f"{corpus.source} holds {corpus.size} tokens, too few for one sequence of {length} and the token "
-            f"after it. Give more data with --data or a smaller --sequence-length."
+            f"after it. Give more data with --data or a smaller --length."
         )
     return rows
 

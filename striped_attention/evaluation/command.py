@@ -55,7 +55,7 @@ def _room(config: EvaluateConfig) -> Iterator[None]:
         chunk = "" if config.chunk is None else ", or leave out --chunk"
         raise UsageError(
             f"The devices' memory is too small for {config.batch} × {config.sequence_length} tokens at a time. Use "
-            f"more devices, or a smaller --batch, --sequence-length or --lengths{chunk}."
+            f"more devices, or a smaller --batch, --length or --lengths{chunk}."
         ) from error
 
 
@@ -90,7 +90,7 @@ class Run:
 
     def _warn_of_length(self) -> None:
         """Warn if sequences are longer than the model's positions support."""
-        flag, longest = "--sequence-length", self.config.sequence_length or 0
+        flag, longest = "--length", self.config.sequence_length or 0
         if self.haystacks is not None and max(self.lengths) > longest:
             flag, longest = "--lengths", max(self.lengths)
         if longest > self.source.positions:

@@ -8,7 +8,7 @@ import tyro
 
 from striped_attention.core.layout import DEFAULT, LayoutName
 from striped_attention.errors import UsageError
-from striped_attention.options import Numbers, Path, Paths, Text, Whole, check_at_least, check_shared
+from striped_attention.options import LengthOrNone, Numbers, Path, Paths, Text, Whole, check_at_least, check_shared
 from striped_attention.strategies.strategy import AUTO
 
 Folder = Annotated[pathlib.Path, tyro.conf.arg(metavar="PATH")]
@@ -42,14 +42,14 @@ class EvaluateConfig:
     """JSON file for all results, with the configuration, hardware and versions; plot it with `striped report`. Default:
     none."""
 
-    sequence_length: Whole = None
+    sequence_length: LengthOrNone = None
     """Tokens per sequence. Default: the length that the model was trained for."""
     sequences: int = 32
     """Sequences for the perplexity, spread evenly over --data; all if there are fewer."""
 
     lengths: Numbers = None
     """Lengths of the haystacks, question and answer included, in tokens. Default: an eighth, a quarter, half and all of
-    --sequence-length."""
+    --length."""
     depths: tuple[int, ...] = (0, 25, 50, 75, 100)
     """Depths of the needle: percent of the haystack's text that comes before it."""
     draws: int = 8

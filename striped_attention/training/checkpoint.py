@@ -238,7 +238,7 @@ def _check_same_run(place: Place, wanted: Place, folder: pathlib.Path) -> None:
         raise UsageError(
             f"The checkpoint in {folder} is of another model: {', '.join(other)}. Use the options of that run."
         )
-    flags = {"corpus": "--data", "seed": "--seed", "length": "--sequence-length", "end": "--end-token"}
+    flags = {"corpus": "--data", "seed": "--seed", "length": "--length", "end": "--end-token"}
     for name, flag in flags.items():
         there, here = getattr(place, name), getattr(wanted, name)
         if there != here:

@@ -17,13 +17,16 @@ from striped_attention.errors import UsageError
 from striped_attention.kernels.choice import choose_stripes, layouts_for
 from striped_attention.kernels.contract import Request, make_request
 from striped_attention.models.llama import PRESETS, ModelConfig
-from striped_attention.options import Number, Path, Paths, Sources, Text, Whole, check_at_least, check_shared
+from striped_attention.options import Length, Number, Path, Paths, Sources, Text, Whole, check_at_least, check_shared
 from striped_attention.strategies.strategy import AUTO, Strategy, exchanged, parse_strategy, resolve
 from striped_attention.strategies.workload import adapted
 from striped_attention.training.rope import parse_scaling, scaled
 
 # Options for the shape of a model trained from scratch.
 SHAPE = ("preset", "layers", "dim", "ffn", "heads", "kv_heads", "vocabulary")
+# Options of one start of a run, which --resume does not take from run.json.
+PROCESSES = ("local_processes", "coordinator", "num_processes", "process_id")
+OF_A_START = ("checkpoint_dir", "resume", "dry_run", "profile", *PROCESSES)
 Hidden = Annotated[Any, tyro.conf.Suppress, tyro.conf.Fixed]  # not a command-line option: set before a run begins
 
 
@@ -55,14 +58,16 @@ class TrainConfig:
     """Scale rotary positions for sequences longer than the model was trained on: linear:4, yarn:8, llama3:8, or none.
     Replaces any scaling that the model has. The length before scaling is the model's own; yarn:8,original=8192 sets
     another one. Models from scratch need it for yarn and llama3. Default: the model's scaling."""
-    sequence_length: int = 2048
-    """Tokens per sequence. Any number works: sequences are padded to divide equally over the devices, and padding is
-    masked out."""
+    sequence_length: Length = 2048
+    """Tokens per sequence, such as 786432, 256k (× 1024) or 1M (× 1024²). Any number works: sequences are padded to
+    divide equally over the devices, and padding is masked out."""
     batch: int = 1
     """Sequences per step, over all devices."""
     accumulate: int = 1
     """Gradient accumulation: split each batch into this many parts, processed one after the other. The update is that
     of the whole batch."""
+    devices: Whole = None
+    """Devices that share each sequence, the same as --mesh sequence=N. Default: all devices, or those of --mesh."""
     mesh: Text = None
     """Devices per mesh axis, like data=2,sequence=4: the sequences of a batch are split over data, the tokens of a
     sequence over sequence. Default: all devices on sequence."""
@@ -121,7 +126,8 @@ class TrainConfig:
     keep: int = 2
     """Number of checkpoints to keep: the newest ones."""
     resume: bool = False
-    """Resume from the newest checkpoint in --checkpoint-dir. The mesh and the layout may change."""
+    """Resume from the newest checkpoint in --checkpoint-dir, with the options in its run.json; options given here
+    override them. The mesh and the layout may change."""
 
     learning_rate: float = 3e-4
     """Peak learning rate, reached after warm-up."""
@@ -192,8 +198,12 @@ class TrainConfig:
     def __post_init__(self) -> None:
         check_shared(self)
         at_least = dict.fromkeys(("sequence_length", "batch", "steps", "checkpoint_every", "keep", "chunk", "tile"), 1)
-        at_least |= dict.fromkeys(("accumulate", "validate_every", "validation_sequences"), 1)
+        at_least |= dict.fromkeys(("accumulate", "validate_every", "validation_sequences", "devices"), 1)
         check_at_least(self, at_least | dict.fromkeys(("learning_rate", "weight_decay"), 0))
+        if self.devices is not None and self.mesh is not None:
+            raise UsageError(
+                f"--devices {self.devices} is short for --mesh sequence={self.devices}: remove one of them."
+            )
         assert self.columns  # raises if the columns exclude each other
         if self.warmup is not None and not 0 <= self.warmup < self.steps:
             raise UsageError(f"--warmup must be at least 0 and less than the {self.steps} steps; got {self.warmup}.")

@@ -50,7 +50,7 @@ def _fit(config: TrainConfig, cost: Cost) -> str:
     less = "" if config.remat == "full" else ", or leave out --remat and --chunk"
     return (
         f"[red]It does not fit:[/] {gigabytes(cost.total_memory)} is more than {of} (assumed: {hardware.name}). Use "
-        f"more devices, a shorter --sequence-length or a larger --accumulate{less}."
+        f"more devices, a shorter --length or a larger --accumulate{less}."
     )
 
 

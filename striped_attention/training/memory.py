@@ -92,7 +92,7 @@ def fitting(program: Program, asked: TrainConfig, room: float, say: Callable[[st
                 say(
                     f"Warning: the step needs {gigabytes(need)} of memory per device, more than the "
                     f"{gigabytes(int(room))} that --memory allows, and no setting that needs less is left. Use more "
-                    f"devices, a shorter --sequence-length or a larger --accumulate."
+                    f"devices, a shorter --length or a larger --accumulate."
                 )
             break
         said = "too much" if need is None else f"{gigabytes(need)} of {gigabytes(int(room))}"

@@ -7,8 +7,9 @@ was interrupted before its first checkpoint.
 """
 
 import dataclasses
+import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from striped_attention.data import Named, need_tokenizer
@@ -16,7 +17,7 @@ from striped_attention.errors import UsageError
 from striped_attention.huggingface.writing import BESIDE, GENERATION
 from striped_attention.models.llama import ModelConfig
 from striped_attention.training import arrays, rope
-from striped_attention.training.config import TrainConfig
+from striped_attention.training.config import OF_A_START, TrainConfig
 from striped_attention.training.folder import TOKENIZER, read_record
 from striped_attention.training.source import NoTokenizer, Source, find
 
@@ -28,7 +29,8 @@ class Start:
     """The start of a run. `config` includes the model; `source` is None unless weights are read from another folder.
 
     `positions` is the longest sequence that the model's rotary positions support, if known. `ids` are the model's
-    special tokens. `files` are the files to copy into the run's folder, by name.
+    special tokens. `files` are the files to copy into the run's folder, by name. `changes` are options of a resumed run
+    that differ from those in its run.json.
     """
 
     config: TrainConfig
@@ -36,11 +38,13 @@ class Start:
     positions: int | None = None
     ids: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     files: Mapping[str, pathlib.Path] = dataclasses.field(default_factory=dict)
+    changes: Sequence[str] = ()
 
     @property
     def lines(self) -> list[str]:
-        """Lines for the user on the model and its positions, printed before the run begins."""
-        config, said = self.config, []
+        """Lines for the user on changed options, the model and its positions, printed before the run begins."""
+        config = self.config
+        said = [f"Changed since the run began: {', '.join(self.changes)}."] if self.changes else []
         if self.source is not None:
             step = "" if self.source.step is None else f", step {self.source.step}"
             said.append(f"Starts from {config.start_from}{step}: {rope.describe(config.model, config.sequence_length)}")
@@ -48,7 +52,7 @@ class Start:
             said.append(f"From scratch: {rope.describe(config.model, config.sequence_length)}")
         if self._too_long:
             said.append(
-                f"Warning: --sequence-length {config.sequence_length} is longer than the {self.positions} positions "
+                f"Warning: --length {config.sequence_length} is longer than the {self.positions} positions "
                 f"that the model supports. Scale them with --rope-scaling, or use a larger --rope-theta."
             )
         return said
@@ -64,9 +68,29 @@ def look(config: TrainConfig) -> Start:
     """Find what a run starts from. Reads no weights and writes nothing. Raises UsageError if the start is invalid."""
     run = _last_run(config)
     if run is not None:
-        config = _with_recorded(config, run)
-        if config.start_from is not None and _has_checkpoint(config.checkpoint_dir):
-            return _going_on(config, run)
+        return dataclasses.replace(_resumed(config, run), changes=_changes(config, run))
+    return _begun(config)
+
+
+def _resumed(config: TrainConfig, run: dict[str, Any]) -> Start:
+    config = _with_recorded(config, run)
+    if config.start_from is not None and _has_checkpoint(config.checkpoint_dir):
+        return _going_on(config, run)
+    return _begun(config)
+
+
+def _changes(config: TrainConfig, run: dict[str, Any]) -> list[str]:
+    """Return the options that differ from those in run.json, and what they were."""
+    before, now = run.get("options", {}), json.loads(json.dumps(config.record()))
+    names = [name for name in now if name in before and name not in (*OF_A_START, *RECORDED)]
+    return [
+        f"--{name.replace('_', '-')} {now[name]} (before: {before[name]})"
+        for name in names
+        if now[name] != before[name]
+    ]
+
+
+def _begun(config: TrainConfig) -> Start:
     if config.start_from is not None:
         return _starting(config, find(config.start_from, "--start-from"))
     return Start(config, positions=rope.reach(config.model.stretch))

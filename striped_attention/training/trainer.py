@@ -70,7 +70,7 @@ def train(config: TrainConfig) -> State:
                 watch.say(f"Resuming from step {place.step}.")
             if checkpoints is not None and main:
                 checkpoints.clean()
-                folder.begin(checkpoints.folder, runs, program.config, sizes, place.step, begin.files)
+                folder.begin(checkpoints.folder, runs, asked_for, program.config, sizes, place.step, begin.files)
                 watch.keep(checkpoints.folder)
             return run.loop(state, checkpoints, asked)
 
@@ -132,7 +132,7 @@ def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
     """Return the sizes of the mesh axes. Raises UsageError if they do not fit `devices` (None: any number) or the
     batch."""
     try:
-        sizes = parse_mesh(config.mesh or f"{AXES.sequence}={devices or 1}")
+        sizes = parse_mesh(config.mesh or f"{AXES.sequence}={config.devices or devices or 1}")
         if devices is not None:
             check_devices(sizes, devices)
     except ValueError as error:
@@ -144,7 +144,7 @@ def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
         )
     if config.sequence_length < sizes[AXES.sequence]:
         raise UsageError(
-            f"--sequence-length must be at least the {sizes[AXES.sequence]} devices on the mesh's {AXES.sequence} "
+            f"--length must be at least the {sizes[AXES.sequence]} devices on the mesh's {AXES.sequence} "
             f"axis; got {config.sequence_length}."
         )
     return sizes
@@ -174,7 +174,7 @@ def _room(config: TrainConfig, sizes: dict[str, int]) -> Iterator[None]:
         need = gigabytes(estimate(config, sizes).total_memory)
         raise UsageError(
             f"The devices' memory is too small: a step of {config.batch} × {config.sequence_length} tokens needs about "
-            f"{need} per device. Use more devices or a shorter --sequence-length; --dry-run shows the breakdown."
+            f"{need} per device. Use more devices or a shorter --length; --dry-run shows the breakdown."
         ) from error
 
 

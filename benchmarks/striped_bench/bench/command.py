@@ -2,13 +2,15 @@
 
 import dataclasses
 import importlib.resources
+import inspect
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from striped_attention.cli.help import docstrings
 from striped_attention.errors import UsageError
 from striped_attention.options import Numbers, Path, Texts, Whole, parse_layouts, parse_mask
 from striped_attention.runtime.hardware import HARDWARE
@@ -23,22 +25,28 @@ MODULES = dict.fromkeys(("layouts", "tiles", "masks", "scale"), "rings") | {"ove
 SUITES = tomllib.loads((importlib.resources.files("striped_bench.bench") / "suites.toml").read_text())
 
 
+ABOUT = {
+    "layouts": "contiguous, striped and zigzag, on CPUs: wall-clock time of two processes, critical paths of more.",
+    "tiles": "Tile sizes of the kernel xla, on CPUs or (--platform gpu) on one NVIDIA GPU.",
+    "masks": "Windows, packed documents and prefixes, kernel xla, on CPUs or (--platform gpu) on one NVIDIA GPU.",
+    "overhead": "The parts of a layer other than attention, on CPUs.",
+    "scale": "Long sequences and large models: measured as far as the CPUs go, and planned beyond.",
+    "decode": "Time per token with a filled cache, on CPUs or, with prefill, on one NVIDIA GPU (--platform gpu).",
+    "peers": "Other libraries, on CPUs.",
+    "gpu": "Attention on one NVIDIA GPU, as each device of a ring would run it, by strategy, mask, kernel and layout. "
+    "The program is the real one for that many GPUs; only the interconnect is missing, and planned transfer times are "
+    "reported with the measurements.",
+    "overlap": "Which transfers of these programs overlap with attention. Compiles, and runs nothing.",
+    "step": "Whole training steps on one NVIDIA GPU, as the devices of a ring would run them.",
+    "trainers": "striped train against a plain PyTorch trainer on one NVIDIA GPU. Needs torch.",
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class BenchConfig:
     """Benchmark this machine. Results are checked before they are timed, and written to one JSON document.
 
-    Suites for CPUs (at least two idle cores). layouts: contiguous, striped and zigzag, as wall-clock time of two
-    processes and as the critical path of larger rings. tiles: tile sizes of the kernel. masks: windows, packed
-    documents, prefixes. overhead: the parts of a layer other than attention. scale: long sequences and large models,
-    measured as far as the machine goes and planned beyond. decode: time per token with a filled cache. peers: other
-    libraries.
-
-    Suites for one NVIDIA GPU. gpu: attention as the devices of a ring would run it, by strategy, mask, kernel and
-    layout; the program is the real one for that many GPUs, only the interconnect is missing, and planned transfer times
-    are reported with it. overlap: which transfers of these programs overlap with attention; nothing is run. step: whole
-    training steps as the devices of a ring would run them. masks and tiles with --platform gpu: the kernel xla, which
-    covers what cudnn cannot do. decode with --platform gpu: prefill and decoding. trainers: `striped train` against a
-    plain PyTorch trainer; needs torch.
+    striped bench SUITE --help lists the options and defaults of a suite. Suites on CPUs need at least two idle cores.
     """
 
     suite: tyro.conf.Positional[
@@ -47,52 +55,45 @@ class BenchConfig:
         ]
     ]
     """The suite to run."""
-    members: Numbers = None
-    """Devices per ring. Default: 2 4 8 16; 4 8 16 for layouts (besides the wall-clock runs on 2), 8 for tiles, masks,
-    overhead and step, 1 2 4 8 for decode, up to 4096 for scale."""
+    members: Annotated[Numbers, tyro.conf.arg(aliases=("--devices",))] = None
+    """Devices that share a sequence."""
     lengths: Numbers = None
-    """Sequence lengths in tokens. Default: up to 16384 on CPUs, up to 16777216 for scale; on GPUs 65536 262144 524288
-    786432 1048576, for step 65536 262144, for trainers 32768."""
+    """Sequence lengths in tokens."""
     layouts: Texts = None
-    """E.g. striped(1) striped(256) zigzag; on CPUs contiguous is always timed as well. Default: for layouts, stripes of
-    1 16 64 256 512, and zigzag; fewer for the other suites; for gpu contiguous striped(1) zigzag; for step contiguous
-    striped, with the stripe width that training chooses."""
+    """Layouts, e.g. striped(1) striped(256) zigzag. On CPUs contiguous is always timed as well; step chooses the width
+    of stripes that training would."""
     tiles: Numbers = None
-    """tiles: side lengths of the kernel's square tiles. Default: 16 32 64 128 256 512 1024."""
+    """Side lengths of the kernel's square tiles."""
     masks: Texts = None
-    """masks, tiles and gpu: e.g. causal, window(1024), prefix(2048), documents(256) (log-normal document lengths with
-    median 256) or documents(256, 0) (all documents of 256 tokens). Default: some of each; for tiles and gpu causal."""
+    """Masks, e.g. causal, window(1024), prefix(2048), documents(256) (log-normal document lengths with median 256) or
+    documents(256, 0) (all documents of 256 tokens)."""
     strategies: Texts = None
-    """gpu and step: the sequence-parallel strategy, as in `striped train`: ring, heads, gather, group sizes such as
-    heads=2 or heads=2,gather=2, or auto. Default: ring."""
+    """Strategies, as in `striped train`: ring, heads, gather, group sizes such as heads=2 or heads=2,gather=2, or
+    auto."""
     kernels: Texts = None
-    """gpu and step: attention kernels, any of cudnn, hopper and xla. gpu skips what a kernel cannot do and reports why.
-    Default: cudnn."""
+    """Attention kernels, any of cudnn, hopper and xla. gpu skips what a kernel cannot do and reports why."""
     text: Annotated[Literal["documents", "whole"] | None, tyro.conf.arg(help_behavior_hint="")] = None
-    """step and trainers: `documents` packs sequences with documents of about 1800 tokens; with `whole` a sequence is
-    one document. The kernel cudnn does not support packed documents; --kernels hopper does. Default: whole."""
+    """documents: sequences are packed with documents of about 1800 tokens. whole: a sequence is one document. The
+    kernel cudnn does not support packed documents; --kernels hopper does."""
     platform: Annotated[Literal["cpu", "gpu"] | None, tyro.conf.arg(help_behavior_hint="")] = None
-    """masks and tiles: where the kernel xla runs; decode: where the model runs. On a GPU the defaults are more heads,
-    bfloat16 and longer sequences. Default: cpu."""
+    """Where to run. On a GPU the defaults are more heads, bfloat16 and longer sequences."""
     batch: Numbers = None
-    """decode: batch sizes. Default: 1 4; on a GPU 8 1."""
+    """Batch sizes."""
     measured: Numbers = None
-    """scale: sequence lengths that are measured, on rings of 8 devices. Default: 4096 8192 16384 32768."""
+    """Sequence lengths that are measured, on rings of 8 devices; --lengths are planned."""
     hardware: Texts = None
-    """scale: hardware to plan for, as in `striped plan`. Default: h100 v5p."""
+    """Hardware to plan for, as in `striped plan`."""
     rounds: Whole = None
-    """How often each measurement is repeated; the median is reported. Default: 3; for peers 7, for
-    trainers 10."""
+    """How often each measurement is repeated; the median is reported."""
     peers: Texts = None
-    """peers: libraries to compare with. Default: ringattention plain-jax ring-attention-pytorch torch-sdpa."""
+    """Libraries to compare with."""
     heads: Texts = None
-    """gpu, overlap, decode: query heads : key heads, with head dimension 128. Default: 16:16 32:8."""
+    """Query heads : key heads, with head dimension 128."""
     presets: Presets = None
-    """step, trainers, overhead, scale, decode: model presets, as in `striped train`. Default: 1b; for scale all but
-    debug; for decode debug, on a GPU llama3-8b."""
+    """Model presets, as in `striped train`."""
     chunk: Whole = None
-    """step: tokens per chunk in the feed-forward layers and the loss; decode: prompt tokens per prefill step.
-    Default: for step what training chooses for the GPU's memory, for decode 8192."""
+    """Tokens per chunk: in step those of the feed-forward layers and the loss, in decode those of a prefill step. auto:
+    what training chooses for the GPU's memory."""
     output: Path = None
     """Path of the JSON result. Default: a file named after the suite."""
     quick: bool = False
@@ -117,8 +118,31 @@ class BenchConfig:
             if given is not None and name not in ("suite", "output", "quick", *SUITES[self.suite]):
                 *others, last = (suite for suite, own in SUITES.items() if name in own)
                 suites = f"{', '.join(others)} and {last}" if others else last
-                raise UsageError(f"--{name} is an option of {suites}, not of {self.suite}. Leave it out.")
+                flag = "devices" if name == "members" else name
+                raise UsageError(f"--{flag} is an option of {suites}, not of {self.suite}. Leave it out.")
         _check(self.options, least=1 if self.suite == "decode" else 2)
+
+
+_suites = "\n".join(f"- {name}: {text}" for name, text in ABOUT.items())
+BenchConfig.__doc__ = f"{inspect.cleandoc(str(BenchConfig.__doc__))}\n\n{_suites}"
+
+
+def narrowed(arguments: Sequence[str]) -> type[Any] | None:
+    """Return the options of one suite, with its defaults, if `arguments` ask for their help."""
+    suite = next((argument for argument in arguments if argument in SUITES), None)
+    if suite is None or not {"-h", "--help"} & set(arguments):
+        return None
+    own, found = SUITES[suite], []
+    for field in dataclasses.fields(BenchConfig):
+        hint, text = BenchConfig.__annotations__[field.name], docstrings(BenchConfig)[field.name]
+        default = own.get(field.name, {})
+        if not isinstance(default, dict):  # those are the defaults of --quick and of --platform gpu
+            words = " ".join(map(str, default)) if isinstance(default, list) else default
+            hint = Annotated[hint, tyro.conf.arg(help=f"{text} Default: {words}.")]
+        elif field.name not in ("output", "quick"):
+            continue
+        found.append((field.name, hint, field))
+    return dataclasses.make_dataclass(suite, found, namespace={"__doc__": ABOUT[suite]}, frozen=True)
 
 
 def _check(options: dict[str, Any], least: int) -> None:
@@ -142,9 +166,9 @@ def _check(options: dict[str, Any], least: int) -> None:
                 raise UsageError(f"--{name} must be {rule}; got {value}.")
     for members in options.get("members", ()):
         if members < least or any(length < 1 or length % (2 * members) for length in options["lengths"]):
-            rule = f"--members must be at least {least} and --lengths multiples of twice that"
+            rule = f"--devices must be at least {least} and --lengths multiples of twice that"
             lengths = ", ".join(map(str, options["lengths"]))
-            raise UsageError(f"{rule}; got {members} members and lengths {lengths}.")
+            raise UsageError(f"{rule}; got {members} devices and lengths {lengths}.")
     parse_layouts(options.get("layouts", ()))
     for text in options.get("masks", ()):
         parse_mask(text, length=1)

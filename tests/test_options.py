@@ -1,4 +1,4 @@
-"""`striped --version` and `--config FILE`: options from TOML and JSON files, and from the record of a run."""
+"""Options: from files, from the record of a run, and their help: `striped --version`, `--config FILE`, `--resume`."""
 
 import dataclasses
 import json
@@ -79,3 +79,56 @@ def test_a_file_that_is_not_there():
         expand("plan", PlanConfig, ["plan", "--config=nowhere.toml"])
     with pytest.raises(UsageError, match="needs a JSON or TOML file"):
         expand("plan", PlanConfig, ["plan", "--config", "--devices", "4"])
+
+
+def test_resume_needs_only_the_folder_of_the_run(tmp_path, capsys):
+    folder = tmp_path / "run"
+    shape = "--cpu-devices 8 --length 64 --layers 1 --dim 32 --ffn 32 --heads 4 --kv-heads 2 --strategy ring"
+    assert cli.main(["train", *shape.split(), "--steps", "2", "--seed", "7", "--checkpoint-dir", str(folder)]) == 0
+    capsys.readouterr()
+    assert cli.main(["train", "--resume", "--checkpoint-dir", str(folder), "--steps", "3", "--batch", "2"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Changed since the run began: --batch 2 (before: 1), --steps 3 (before: 2)." in text
+    assert "Resuming from step 2." in text
+    first, second = json.loads((folder / "run.json").read_text())
+    assert second["from_step"] == 2
+    assert second["options"] == first["options"] | {"steps": 3, "batch": 2, "resume": True}
+    assert first["options"]["layout"] == "auto", "what was asked for, to be chosen anew on other devices"
+    assert first["settled"]["layout"] in ("contiguous", "zigzag", "striped")
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--resume", f"--checkpoint-dir={folder}", "--stepps", "3"])
+    assert cli.main(["train", "--resume", f"--checkpoint-dir={folder}", "--seed", "8", "--steps", "4"]) == 2
+    assert "seed" in capsys.readouterr().err, "another seed would be another run"
+
+
+def test_the_help_of_a_suite_shows_its_options_and_defaults(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "decode", "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "usage: striped bench decode" in text
+    assert "--devices INT ..., --members INT ... Devices that share a sequence. Default: 1 2 4 8." in text
+    assert "--kernels" not in text
+    assert "--quick Use small defaults" in text
+
+
+@pytest.mark.parametrize("flag", ["--length", "--sequence-length"])
+def test_lengths_are_written_in_one_way(flag, capsys):
+    options = ["train", "--preset", "1b", flag, "256k", "--strategy", "ring", "--dry-run"]
+    assert cli.main([*options, "--devices", "8"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "1 × 262,144 tokens per step on 8 devices" in text
+    assert cli.main([*options, "--devices", "8", "--mesh", "sequence=8"]) == 2
+    assert "--devices 8 is short for --mesh sequence=8" in capsys.readouterr().err
+    assert cli.main(["train", flag, "2.5"]) == 2
+    assert "--length must be a number of tokens, like 786432, 256k or 1M; got '2.5'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("width", [80, 100, 140])
+def test_help_texts_fill_the_lines(width, capsys, monkeypatch):
+    """Line breaks of the source are not kept, except between paragraphs."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    lines = [line.strip("│| ") for line in capsys.readouterr().out.splitlines()]
+    (line,) = (line for line in lines if "Layouts to compare with contiguous" in line)
+    assert len(line[line.index("Layouts") :]) > width - 40
