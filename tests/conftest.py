@@ -79,3 +79,11 @@ class Results:
     @pytest.hookimpl
     def pytest_sessionfinish(self):
         self.path.write_text(json.dumps(self.document, indent=1, ensure_ascii=False) + "\n")
+
+
+@pytest.fixture(autouse=True)
+def _warn_anew(monkeypatch):
+    """Warnings that are issued once per process are issued in every test, whatever ran before it."""
+    from striped_attention.kernels import choice
+
+    monkeypatch.setattr(choice, "_warned", set())

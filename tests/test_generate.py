@@ -204,7 +204,7 @@ def with_tokenizer(folder, outside, how):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("run.json", "must lie in its folder, and .* has no tokenizer.json.*trained with .*secret.*--tokenizer"),
+        ("run.json", "must lie in its folder, and .* has no tokenizer.json.*names .*secret.*--tokenizer"),
         ("dots", "must lie in its folder, but .*tokenizer.json is a link to .*secret.*--tokenizer"),
         ("link", "must lie in its folder, but .*tokenizer.json is a link to .*secret.*--tokenizer"),
         ("beside", "must lie in its folder, but .*tokenizer_config.json is a link to .*secret"),

@@ -88,3 +88,19 @@ def test_every_block_is_two_monotone_vectors(layout, devices):
             slot = np.arange(slots)
             seen = (start[..., None] <= slot) & (slot < end[..., None])
             np.testing.assert_array_equal(np.broadcast_to(seen, (2, slots, slots)), picture[:, queries][:, :, keys])
+
+
+def test_a_mask_is_shown_as_it_is_made():
+    ids = np.zeros((2, 16), int)
+    shown = {
+        "causal()": sa.causal(),
+        "full()": sa.full(),
+        "sliding_window(4)": sa.sliding_window(4) & sa.causal(),
+        "prefix(3)": sa.prefix(3),
+        "documents([2, 16])": sa.documents(ids),
+        "documents([2, 16], causal=False)": sa.documents(ids, causal=False),
+        "sliding_window(4) & documents([2, 16])": sa.documents(ids) & sa.sliding_window(4),
+        "documents([2, 16]).permute(striped(2), 4)": sa.documents(ids).permute(sa.striped(2), 4),
+    }
+    for text, mask in shown.items():
+        assert repr(mask) == text

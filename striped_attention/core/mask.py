@@ -47,9 +47,16 @@ class Mask:
     placed: tuple[Layout, int] | None = None
 
     def __repr__(self) -> str:
-        numbers = [f"{name}={getattr(self, name)}" for name in ("window", "prefix") if getattr(self, name) is not None]
-        arrays = [f"documents of length {self.length}"] if self.length else []
-        return f"Mask({', '.join(numbers + arrays)})"
+        """Show the functions that make such a mask; of documents only the shape of their ids."""
+        parts = [f"sliding_window({self.window})"] if self.window is not None else []
+        if self.prefix:
+            parts.append(f"prefix({self.prefix})")
+        if self.length is not None:
+            causal = "" if self.prefix is not None else ", causal=False"
+            parts.append(f"documents([{self.rows}, {self.length}]{causal})")
+        where = "" if self.placed is None else f".permute({self.placed[0]!r}, {self.placed[1]})"
+        found = " & ".join(parts) or ("full()" if self.prefix is None else "causal()")
+        return f"({found}){where}" if where and len(parts) > 1 else found + where
 
     @property
     def rows(self) -> int:

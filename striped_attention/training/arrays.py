@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from striped_attention.errors import UsageError
 from striped_attention.huggingface import Files
 from striped_attention.models.llama import Weights
-from striped_attention.training.checkpoint import checksums, first_line, out_of_memory
+from striped_attention.training.checkpoint import checksums, damage, out_of_memory
 from striped_attention.training.source import Source
 from striped_attention.training.storage import read_arrays
 
@@ -83,9 +83,7 @@ def _read_checkpoint(source: Source, mesh: Mesh) -> Weights:
     except Exception as error:
         if out_of_memory(error):
             raise
-        raise UsageError(
-            f"{where} cannot be read; it is damaged or has another format: {first_line(error)}."
-        ) from error
+        raise UsageError(f"{where} is damaged or has another format: {damage(error)}.") from error
     numbers = {f".weights{name}": number for name, number in checksums(found).items()}
     wrong = [name for name, number in numbers.items() if source.said["checksums"].get(name) != number]
     if wrong:

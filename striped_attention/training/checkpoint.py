@@ -10,8 +10,10 @@ import contextlib
 import dataclasses
 import math
 import pathlib
+import re
 import shutil
 import tempfile
+import textwrap
 import threading
 from typing import Any
 
@@ -185,8 +187,8 @@ class Checkpoints:
         others = [other for other in self._manager.all_steps() if other != step]
         advice = f"Move it away to resume from step {max(others)}." if others else "There is no other checkpoint here."
         return UsageError(
-            f"The checkpoint {self.folder / str(step)} cannot be read; it is damaged or has another format: "
-            f"{first_line(error)}. It was left unchanged. {advice}"
+            f"The checkpoint {self.folder / str(step)} is damaged or has another format: {damage(error)}. It was left "
+            f"unchanged. {advice}"
         )
 
     def steps(self) -> list[int]:
@@ -260,7 +262,20 @@ def out_of_memory(error: Exception) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of an error message, for use inside a sentence."""
     text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0][:300].rstrip(".")
+    return textwrap.shorten(text.splitlines()[0], 300, placeholder=" …").rstrip(".")
+
+
+def damage(error: BaseException) -> str:
+    """What is wrong with a checkpoint: the file that cannot be read, if this error or one of its causes names one."""
+    causes = [error]
+    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None and cause not in causes:
+        causes.append(cause)
+    files = [name for one in causes for name in re.findall(r'local file "([^"]*[^"/])"', str(one))]
+    if files:
+        return f"{files[0]} cannot be read"
+    if "reading array index" in str(error):
+        return "an array in it cannot be read"  # TensorStore's message shows a Python object
+    return first_line(error).split(" [tensorstore_spec")[0]

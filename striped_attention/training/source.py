@@ -22,7 +22,7 @@ from striped_attention.huggingface.said import read_json
 from striped_attention.huggingface.writing import GENERATION
 from striped_attention.models.llama import ModelConfig
 from striped_attention.training import rope
-from striped_attention.training.checkpoint import FORMAT, first_line
+from striped_attention.training.checkpoint import FORMAT, damage
 from striped_attention.training.folder import TOKENIZER
 
 WEIGHTS = "striped_attention weights 1"  # a checkpoint without an optimiser
@@ -175,7 +175,7 @@ def _find_checkpoint(folder: pathlib.Path) -> Source:
     try:
         said = json.loads((newest / "place" / "metadata").read_text())
     except (OSError, ValueError) as error:
-        raise UsageError(f"The checkpoint in {folder} cannot be read: {first_line(error)}.") from error
+        raise UsageError(f"The checkpoint in {folder} cannot be read: {damage(error)}.") from error
     if not isinstance(said, dict) or said.get("format") not in (FORMAT, WEIGHTS):
         raise UsageError(
             f"{newest} was not written by this version of `striped train` or `striped import` (its format "
