@@ -8,8 +8,7 @@ parts      building blocks shared by these kernels
 walk       the tiles that a thread block visits, and their order
 emulation  the kernels in Pallas's interpreter, for tests on a CPU
 
-It compiles for these GPUs and gives correct results in the interpreter, but has not run on one. Its speed is unknown,
-so `kernel="auto"` does not select it: request it by name.
+Its speed is not recorded yet, so `kernel="auto"` does not select it: request it by name.
 """
 
 from striped_attention.kernels.hopper.emulation import emulated
