@@ -153,9 +153,21 @@ def test_import_and_export_give_the_weights_back(trained, capsys, tmp_path):
     assert names == sorted(path.name for path in folders[2].iterdir())
     for name in names:
         assert (folders[0] / name).read_bytes() == (folders[2] / name).read_bytes()
-    byte_tokens = write_byte_tokenizer(tmp_path / "tokenizer.json")
     for folder in folders[:2]:
-        assert generate(capsys, "--model", folder, "--tokenizer", byte_tokens, *common)[:2] == (0, out)
+        assert generate(capsys, "--model", folder, *common)[:2] == (0, out)
+
+
+def test_a_run_on_bytes_exports_a_tokenizer_of_bytes(trained, tmp_path):
+    """With it, transformers reads the folder as striped generate reads the run."""
+    import transformers
+
+    assert cli.main(["export", "--model", str(trained), "--output", str(tmp_path / "hub")]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hub")
+    words = "plain, é ü 中 \U0001f600\n\t  tabs\x00 \x7f\xa0\xad"
+    assert tokenizer(words)["input_ids"] == list(words.encode())
+    assert tokenizer.decode(list(words.encode())) == words
+    assert tokenizer.eos_token_id == len(tokenizer) - 1 == 256
+    assert json.loads((tmp_path / "hub" / "config.json").read_text())["eos_token_id"] == 256
 
 
 def write_byte_tokenizer(path):

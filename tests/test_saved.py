@@ -1,4 +1,4 @@
-"""Saved caches: answers that go on from one are those of the whole prompt, on any devices; others are refused."""
+"""Saved caches: answers from one equal those from the whole prompt, on any devices; unusable files are refused."""
 
 import dataclasses
 import json
@@ -31,7 +31,7 @@ DOCUMENT, QUESTIONS = TEXT[0, :24], [TEXT[0, 24:32], TEXT[1, :1], []]
 
 
 def saved_on(tmp_path, config, devices, layout, document=DOCUMENT):
-    """A cache that was saved by an engine somewhere, of its second sequence."""
+    """Save the cache of an engine's second sequence, and return its path."""
     path, engine = tmp_path / f"{devices}.cache", engine_of(config, devices, layout)
     engine.read([TEXT[1, :3], document, TEXT[2, :1]])
     save(engine, document, path, row=1)
@@ -40,7 +40,7 @@ def saved_on(tmp_path, config, devices, layout, document=DOCUMENT):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_answers_from_a_saved_cache_are_those_of_the_whole_prompt(tmp_path, name):
-    """Saved on any devices, in any layout, and loaded on any others. The file is the same wherever it was saved."""
+    """A cache may be saved and loaded on any devices and in any layout. The file does not depend on them."""
     config = CONFIGS[name]
     whole = [[*DOCUMENT, *question] for question in QUESTIONS]
     wanted = greedy(engine_of(config, 1, sa.contiguous()), whole, 8).tolist()
@@ -50,7 +50,7 @@ def test_answers_from_a_saved_cache_are_those_of_the_whole_prompt(tmp_path, name
         found = Saved(path, engine.config, "float32")
         assert found.tokens.tolist() == DOCUMENT.tolist()
         found.load(engine)
-        if config is SMALL:  # the dense model has one kind of layers
+        if config is SMALL:  # the dense model has a single kind of layer
             wanted_scores = truth(config)[0, len(DOCUMENT) - 1]
             assert np.abs(np.asarray(engine.scores) - wanted_scores).max() < 1e-5 * np.abs(wanted_scores).max()
         assert greedy(engine, QUESTIONS, 8).tolist() == wanted, (path, devices)
@@ -63,7 +63,7 @@ def test_answers_from_a_saved_cache_are_those_of_the_whole_prompt(tmp_path, name
 
 @pytest.mark.parametrize("length", [1, 4, 5, 6, 39])
 def test_windows_keep_the_window_only(tmp_path, length):
-    """Also prompts shorter than the window, and longer than the cache of a layer, round which they have gone."""
+    """Also with prompts shorter than the window, and with prompts so long that the cache of a layer has wrapped."""
     path = saved_on(tmp_path, ALTERNATING, 4, sa.striped(2), TEXT[0, :length])
     shapes = {key: x.shape for key, x in load_file(path).items()}
     assert shapes["layers.0.key"] == shapes["layers.0.value"] == (min(length, 5), 2, 16)
@@ -76,7 +76,7 @@ def test_windows_keep_the_window_only(tmp_path, length):
 
 
 def test_a_cache_may_be_saved_after_an_answer(tmp_path):
-    """Of a sequence that was generated too, the newest token of which is in no cache yet; the engine goes on."""
+    """The saved sequence includes generated tokens, the last of which is in no cache yet; the engine can continue."""
     engine, prompts = engine_of(SMALL, 4, sa.striped(2)), [TEXT[0, :9], TEXT[1, :3], TEXT[2, :5]]
     tokens = [*prompts[0], *greedy(engine, prompts, 6)[0].tolist()]
     with pytest.raises(ValueError, match="with all of its tokens, at least one; got 14 tokens, but sequence 0 has 15"):
@@ -95,7 +95,7 @@ def flip(path, at):
 
 
 def rewrite(path, change):
-    """The header after a change of it; JSON and lengths stay right."""
+    """Change the header of a file; its JSON and its length stay valid."""
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
@@ -183,7 +183,7 @@ def test_factors_of_longrope_that_hold_for_another_length_are_said(tmp_path):
 
 
 def test_other_weights_are_refused_on_any_devices(tmp_path):
-    """One number of one weight is enough; the same weights on other devices are the same."""
+    """A single changed value is enough; the same weights on other devices are accepted."""
     path = saved_on(tmp_path, SMALL, 2, sa.striped())
     prints = {engine_of(SMALL, devices, layout).fingerprint for devices, layout in PLACES}
     assert len(prints) == 1
@@ -222,7 +222,7 @@ def test_nothing_is_left_of_a_cache_that_could_not_be_written(tmp_path, monkeypa
 
 
 def merging():
-    """A tokenizer that joins letters, as real ones do: "ab" is one token."""
+    """A tokenizer that merges letters, as real ones do: "ab" is one token."""
     from tokenizers import Tokenizer as Library
     from tokenizers import models
 
@@ -249,7 +249,7 @@ def model(tmp_path_factory):
 
 
 def test_many_questions_about_a_document_that_is_prefilled_once(model, capsys, monkeypatch, tmp_path):
-    """Saved on one layout, loaded on another, and the answers are those of transformers on the whole prompts."""
+    """Saved in one layout and loaded in another; the answers equal those of transformers on the whole prompts."""
     spy, theirs, path = Spy(monkeypatch), oracle(model), tmp_path / "book.cache"
     command = ("--model", model, *COMMON)
     plain = generate(capsys, *command, "--prompt", BOOK)[:2]
@@ -264,7 +264,7 @@ def test_many_questions_about_a_document_that_is_prefilled_once(model, capsys, m
     options = ("--prompts", tmp_path / "asked.jsonl", "--cache", path, "--batch", 3)
     code, out, err = generate(capsys, *command, *options)
     assert code == 0
-    assert [len(read) for read in spy.read] == [len(questions[0]), len(questions[3])], "of each batch the first"
+    assert [len(read) for read in spy.read] == [len(questions[0]), len(questions[3])], "the first of each batch"
     found = [json.loads(line) for line in out.splitlines()]
     assert [row["prompt_tokens"] for row in found] == [len(BOOK + text) + 1 for text in questions]
     for row, text in zip(found, questions, strict=True):
@@ -278,7 +278,7 @@ def test_many_questions_about_a_document_that_is_prefilled_once(model, capsys, m
 
 
 def test_a_cache_grows(model, capsys, monkeypatch, tmp_path):
-    """--cache and --save-cache together: a further chapter is prefilled, and saved with what was there."""
+    """--cache with --save-cache: only the new text is prefilled, and it is saved together with the old."""
     paths, spy = [tmp_path / "one", tmp_path / "two"], Spy(monkeypatch)
     command = ("--model", model, *COMMON, "--prompt")
     assert generate(capsys, *command, BOOK[:40], "--save-cache", paths[0])[0] == 0
@@ -289,7 +289,7 @@ def test_a_cache_grows(model, capsys, monkeypatch, tmp_path):
 
 
 def test_a_message_that_is_made_longer_goes_on_from_its_cache(model, capsys, monkeypatch, terminal, tmp_path):  # noqa: F811
-    """With --chat all but the end of the message is saved: in one run a prompt, in the other a conversation."""
+    """With --chat all but the end of the message is saved. Covers a single prompt and an interactive conversation."""
     spy, theirs, path = Spy(monkeypatch), oracle(model), tmp_path / "chat.cache"
     command = ("--model", model, *COMMON, "--chat", "--system", BOOK[:60])
     code, out, err = generate(capsys, *command, "--prompt", "I: ", "--save-cache", path)
@@ -309,7 +309,7 @@ def test_a_message_that_is_made_longer_goes_on_from_its_cache(model, capsys, mon
     code, _, err = generate(capsys, *command, "--cache", path)
     assert code == 2
     assert "The conversation must begin with the" in err
-    assert "is ' '" in err, "instead of the colon"
+    assert "is ' '" in err, "a space where the cache has a colon"
 
 
 @pytest.fixture(scope="module")
@@ -339,7 +339,7 @@ def book_cache(model, tmp_path_factory):
     ids=str,
 )
 def test_what_cannot_go_on_is_one_line(model, book_cache, capsys, monkeypatch, tmp_path, options, message):
-    """And nothing is read of the weights before."""
+    """The error comes before any weights are read."""
     monkeypatch.chdir(tmp_path)
     shutil.copy(book_cache, "copy")
     (tmp_path / "cut").write_bytes(book_cache.read_bytes()[:-9])

@@ -1,4 +1,4 @@
-"""Reading a schedule: which transfers lie around attention."""
+"""Reading compiled schedules: which transfers overlap with attention."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`--strategy auto`: what it stands for, on devices that are here and on others."""
+"""`--strategy auto`: what it chooses, for the devices of this machine and for others."""
 
 import dataclasses
 import re
@@ -27,11 +27,11 @@ def settled(config, devices, documents, kind="NVIDIA H200", platform="gpu"):
 
 @pytest.mark.filterwarnings("ignore::striped_attention.SlowKernelWarning")
 def test_what_auto_takes(monkeypatch):
-    monkeypatch.setattr(binding, "EMULATED", True)  # as if cuDNN were here
+    monkeypatch.setattr(binding, "EMULATED", True)  # as if cuDNN were available
     assert settled(RUN, 8, documents=False) == "heads=8"
     assert settled(RUN, 8, documents=True) == "heads=8"
     assert settled(RUN, 1, documents=True, kind="cpu", platform="cpu") == "ring"
-    # cuDNN supports no stripes of several tokens, which groups of a ring would have.
+    # Rings of groups would have stripes of several tokens, which cuDNN does not support.
     assert settled(dataclasses.replace(RUN, layout="striped"), 16, documents=False) in ("ring", "heads=16")
     named = dataclasses.replace(RUN, strategy="gather")
     assert settled(named, 8, documents=False) == "gather"
@@ -59,7 +59,7 @@ LINE = (
 
 
 def test_training_says_why_a_strategy_was_taken_and_what_comes_next(capsys):
-    """One line, of a run and of a dry run; none if the strategy was asked for."""
+    """Runs and dry runs print one such line; none if the strategy was given."""
     options = "--cpu-devices 8 --length 256 --steps 1 --layers 1 --dim 32 --ffn 32 --heads 4 --kv-heads 2"
     for more in ([], ["--dry-run"]):
         assert cli.main(["train", *options.split(), *more]) == 0
@@ -82,12 +82,12 @@ def test_the_line_has_the_seconds_of_the_plan():
     assert {"zigzag()", "striped(128)"} <= set(layouts.split())
     twice, (line, _) = settled_with_reasons(dataclasses.replace(run, batch=2, accumulate=2), 8)
     assert twice.strategy == "heads=8"
-    assert float(re.findall(r"([0-9.]+) s", line)[0]) == pytest.approx(2 * said[0], rel=0.01), "of both parts of a step"
+    assert float(re.findall(r"([0-9.]+) s", line)[0]) == pytest.approx(2 * said[0], rel=0.01), "both micro-batches"
     assert settled_with_reasons(run, 1)[1] == []
 
 
 def test_the_layout_follows_the_mask_and_the_strategy(monkeypatch):
-    """A ring takes zigzag for one document and wide stripes for packed ones; what is asked for stays."""
+    """A ring uses zigzag for a single document and wide stripes for packed ones; a layout that is given stays."""
     monkeypatch.setattr(binding, "EMULATED", True)
     long = dataclasses.replace(RUN, sequence_length=262_144, strategy="ring")
     settle_it = lambda run, documents: settle(run, {"data": 1, "sequence": 8}, documents, "gpu", "NVIDIA H200")  # noqa: E731
@@ -98,7 +98,7 @@ def test_the_layout_follows_the_mask_and_the_strategy(monkeypatch):
     assert layout(dataclasses.replace(long, stripe=64), True) == sa.striped(64)
     assert layout(dataclasses.replace(long, layout="contiguous"), True) == sa.contiguous()
     again = settle_it(long, True)
-    assert settle_it(again, True) == again, "settled once for all"
+    assert settle_it(again, True) == again, "settling again changes nothing"
 
 
 def settled_with_reasons(config, devices):
@@ -128,7 +128,7 @@ def test_the_line_names_what_fits_in_memory_before_what_does_not():
     ],
 )
 def test_a_dry_run_refuses_what_the_run_would(options, platform, capsys, monkeypatch):
-    """With the same words, for the platform that is planned for; --data has documents."""
+    """The message is the same, for the platform that is planned for; --data has documents."""
     monkeypatch.setattr(binding, "EMULATED", True)
     words = f"--heads 8 --kv-heads 8 --mesh sequence=8 {options}".split()
     assert cli.main(["train", *words, "--dry-run"]) == 2
@@ -185,7 +185,7 @@ def test_dry_runs_count_what_a_strategy_sends(capsys):
 
 
 def test_auto_plans_for_the_dtype_and_the_kernels_of_the_run(monkeypatch, caplog):
-    """cuDNN takes neither float32 nor deterministic runs, so their steps take longer."""
+    """cuDNN supports neither float32 nor deterministic runs, so their steps take longer."""
     monkeypatch.setattr(binding, "EMULATED", True)
     seconds = []
     for options in ({}, {"deterministic": True}, {"dtype": "float32"}):
@@ -204,7 +204,7 @@ def test_the_log_names_strategies_that_do_not_fit(caplog):
 
 
 def test_costs_are_of_what_runs_under_a_window(monkeypatch):
-    """Gathered keys become hops to the next device."""
+    """Under a short window, gather becomes a hop to the next device."""
     monkeypatch.setitem(PRESETS, RUN.preset, dataclasses.replace(PRESETS[RUN.preset], window=1024))
     run = dataclasses.replace(RUN, layout="contiguous", strategy="gather")
     run = dataclasses.replace(run, remat="attention")
@@ -215,7 +215,7 @@ def test_costs_are_of_what_runs_under_a_window(monkeypatch):
 
 
 def mixed(**changes):
-    """RUN with windows in all layers but every fourth."""
+    """RUN with a sliding window in all but every fourth layer."""
     model = dataclasses.replace(PRESETS["llama3-8b"], window=4096, full_every=4)
     return dataclasses.replace(RUN, preset=None, shape=dataclasses.replace(model, **changes))
 
@@ -234,7 +234,7 @@ def test_costs_are_sums_over_the_layers_of_both_kinds():
     assert window.attention_flops < full.attention_flops / 6
     assert both.hops == full.hops
     what = "attention and its ring"
-    assert both.memory[what] == max(window.memory[what], full.memory[what]), "as much as the layer that needs most"
+    assert both.memory[what] == max(window.memory[what], full.memory[what]), "the larger of the two layers"
 
 
 def test_auto_adds_up_the_layers_of_both_kinds(caplog):

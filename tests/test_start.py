@@ -1,6 +1,6 @@
-"""Starting from a model: its bytes go in and come out, its steps are those of transformers, and nothing else is needed.
+"""Starting from a model: weights are imported and exported bit for bit, and training steps equal those of transformers.
 
-In this process, on all 8 virtual devices. Models have random weights, written by transformers.
+Runs in this process, on all 8 virtual devices. Models have random weights, written by transformers.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ SHAPE = dict(
     eos_token_id=END,
     pad_token_id=None,
 )
-# What transformers calls a model, and how it differs from SHAPE.
+# The name of each model's class in transformers, and how it differs from SHAPE.
 MODELS = {
     "llama": ("Llama", dict()),
     "qwen 3": ("Qwen3", dict(head_dim=16)),
@@ -54,7 +54,7 @@ MODELS = {
 
 @functools.cache
 def original(name):
-    """A model of transformers whose every weight is random, biases and norms included."""
+    """A model of transformers with random weights, including biases and norms."""
     torch, transformers = libraries()
     family, options = MODELS[name]
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**SHAPE, **options))
@@ -67,7 +67,7 @@ def original(name):
 
 
 def save(name, folder, dtype="float32", **options):
-    """The folder of a model, with what models on the hub have besides."""
+    """Save a model to a folder, with the other files that models on the hub have."""
     torch, _ = libraries()
     model = original(name).to(getattr(torch, dtype))
     model.save_pretrained(folder, **options)
@@ -77,7 +77,7 @@ def save(name, folder, dtype="float32", **options):
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
-    """Random tokens in documents of a dozen."""
+    """Random tokens in documents of about a dozen."""
     path = tmp_path_factory.mktemp("data") / "tokens.npy"
     found = np.random.default_rng(0).integers(8, VOCABULARY, 4000).astype(np.uint16)
     found[np.random.default_rng(1).integers(0, 4000, 300)] = END
@@ -87,7 +87,7 @@ def tokens(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory):
-    """A Hugging Face folder with a tokenizer and all that belongs to it."""
+    """A Hugging Face folder with a tokenizer and its files."""
     folder = save("qwen 3", tmp_path_factory.mktemp("hub") / "model")
     write_tokenizer(folder / "tokenizer.json", {"the": 0, "</s>": 7, "[UNK]": 2})
     (folder / "tokenizer_config.json").write_text('{"a": 1}')
@@ -105,7 +105,7 @@ def config(tokens, folder=None, **options):
 
 @pytest.fixture(autouse=True, scope="module")
 def _compile_once():
-    """Runs of this module differ in what they start from more than in their programs."""
+    """Runs of this module differ mostly in what they start from: compile each program once."""
     programs = {}
 
     def same(config, mesh, documents):
@@ -133,12 +133,12 @@ def export(run, folder, dtype="float32"):
 
 
 def weights_of(folder):
-    """The weights of all files of a folder, by name."""
+    """Return the weights of all files in a folder, by name."""
     return {name: x for path in sorted(folder.glob("*.safetensors")) for name, x in load_file(path).items()}
 
 
 def test_every_device_is_given_its_part_of_the_files_alone(tmp_path, monkeypatch):
-    """No array of a whole model, nor of all layers of a weight that is split, is ever made."""
+    """No array ever holds the whole model, or all layers of a sharded weight."""
     folder = save("llama", tmp_path / "hub")
     source, mesh, read = find(folder), make_mesh({AXES.batch: 2, AXES.sequence: 4}), []
     whole = huggingface.Files.part
@@ -150,7 +150,7 @@ def test_every_device_is_given_its_part_of_the_files_alone(tmp_path, monkeypatch
 
     monkeypatch.setattr(huggingface.Files, "part", part)
     weights = arrays.read_stacked(source, mesh)
-    assert sum(size for _, size in read) == source.model.parameters, "every number is read once"
+    assert sum(size for _, size in read) == source.model.parameters, "every value is read once"
     assert max(size for name, size in read if not name.endswith("norm")) <= VOCABULARY * 32 / 8
     expected = {(name, layer): array for name, layer, array in huggingface.tensors(folder, source.model)}
     for name, stacked in weights["layers"].items():
@@ -168,7 +168,7 @@ def test_two_processes_read_what_their_devices_hold(hub, tokens, tmp_path):
 
 
 def test_every_kind_of_folder_gives_the_same_start(hub, tokens, tmp_path):
-    """A Hugging Face model, what `striped import` made of it, and a run that has not changed it."""
+    """A Hugging Face model, the output of `striped import`, and a run that left the weights unchanged."""
     imported = tmp_path / "imported"
     import_model(find(hub), imported, make_mesh({AXES.batch: 1, AXES.sequence: 8}))
     train(config(tokens, tmp_path / "run", start_from=imported, learning_rate=0.0))
@@ -182,8 +182,8 @@ def test_every_kind_of_folder_gives_the_same_start(hub, tokens, tmp_path):
     assert (tmp_path / "out" / name).read_bytes() == (hub / name).read_bytes()
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert [said[f"{name}_token_id"] for name in ("bos", "eos", "pad")] == [5, END, None]
-    assert find(tmp_path / "again").stop == [7, 8], "what generation_config.json says comes first"
-    assert said["max_position_embeddings"] == 64, "longer than what was trained"
+    assert find(tmp_path / "again").stop == [7, 8], "generation_config.json takes precedence"
+    assert said["max_position_embeddings"] == 64, "the model's own limit, longer than the training sequences"
 
 
 def test_the_models_own_tokenizer_makes_tokens_of_text(hub, tmp_path, capsys):
@@ -202,7 +202,7 @@ def test_the_models_own_tokenizer_makes_tokens_of_text(hub, tmp_path, capsys):
     other = write_tokenizer(tmp_path / "other.json", {"the": 0, "</s>": 7, "[UNK]": 2})
     begin = start.look(config(text, end_token=None, start_from=hub, tokenizer=other))
     assert begin.config.tokenizer_for(text) == other, "with the same vocabulary"
-    assert begin.files.keys() == {"generation_config.json"}, "of the tokenizers the other one is kept"
+    assert begin.files.keys() == {"generation_config.json"}, "the given tokenizer replaces the model's own"
 
 
 def test_resume_needs_the_folder_that_it_started_from_no_more(hub, tokens, tmp_path):
@@ -220,11 +220,11 @@ def test_resume_needs_the_folder_that_it_started_from_no_more(hub, tokens, tmp_p
         train(config(tokens, tmp_path / "new", start_from=source, **options))
     one = train(config(tokens, half, steps=4, start_from=source, resume=True, **options))
     two = train(config(tokens, none, steps=4, resume=True, **options))
-    assert int(again.step) == 2, "one that was interrupted before its first checkpoint starts from the folder again"
+    assert int(again.step) == 2, "a run that was interrupted before its first checkpoint starts from the folder again"
     for state in (one, two):
         jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(whole))
     asked = config(tokens, half, start_from=source.parent / "none" / ".." / source.name, resume=True)
-    assert start.look(asked).config.start_from == source, "written in another way"
+    assert start.look(asked).config.start_from == source, "the same path, written differently"
     runs = json.loads((half / "run.json").read_text())
     assert [run["options"]["start_from"] for run in runs] == [str(source)] * 2
     for options, message in (
@@ -265,7 +265,7 @@ YARN, LLAMA3 = Stretch("yarn", 4.0, 64, 1.0, 32.0), Stretch("llama3", 4.0, 64, 1
         (None, dict(rope_scaling="llama3:4"), 1e4, LLAMA3, 256),
         (None, dict(rope_scaling="llama3:4,high=8,low=2"), 1e4, Stretch("llama3", 4.0, 64, 2.0, 8.0), 256),
         (Stretch("yarn", 2.0, 32, 1.0, 32.0), dict(), 1e4, Stretch("yarn", 2.0, 32, 1.0, 32.0), 64),
-        (Stretch("yarn", 4.0, 64, 1.0, 32.0), dict(), 1e4, YARN, 256),  # the file says 64
+        (Stretch("yarn", 4.0, 64, 1.0, 32.0), dict(), 1e4, YARN, 256),  # max_position_embeddings of the file is 64
         (Stretch("llama3", 2.0, 16), dict(rope_scaling="yarn:8"), 1e4, Stretch("yarn", 8.0, 16, 1.0, 32.0), 128),
         (Stretch("llama3", 2.0, 16), dict(rope_scaling="none"), 1e4, None, 16),
         (Stretch("linear", 2.0), dict(rope_scaling="linear:8"), 1e4, Stretch("linear", 8.0), 256),
@@ -281,7 +281,7 @@ def test_rope_options_change_the_model(before, options, theta, stretch, position
 
 
 def rewritten(folder, length=64, **changes):
-    """A folder that holds the config.json of a model with these changes, and no weights."""
+    """Make a folder with the config.json of a model with these changes, and no weights."""
     folder.mkdir()
     model = ModelConfig(**{**dict(layers=2, dim=32, ffn=48, heads=4, kv_heads=2, vocabulary=61), **changes})
     said = config_json(model, "bfloat16", length, {}) | {"max_position_embeddings": length}
@@ -308,7 +308,7 @@ def rewritten(folder, length=64, **changes):
     ],
 )
 def test_a_scaled_model_is_exported_as_transformers_would_scale_it(scaling, theirs, length, hub, tokens, tmp_path):
-    """As long as the longer of what was trained and what the positions are made for, unless the ratio counts."""
+    """Its length is the larger of the training length and the scaled positions; for yarn always the latter."""
     _, transformers = libraries()
     asked = config(tokens, tmp_path / "run", start_from=hub, rope_scaling=scaling, learning_rate=0.0)
     if scaling == "llama3:2":
@@ -324,11 +324,11 @@ def test_a_scaled_model_is_exported_as_transformers_would_scale_it(scaling, thei
     )
     found = their_scores(transformers.AutoModelForCausalLM.from_pretrained(folder).eval())
     assert np.abs(found - expected).max() < 1e-6
-    assert np.abs(found - plain).max() > 1e-3, "otherwise the test could not fail"
+    assert np.abs(found - plain).max() > 1e-3, "scaling changes the scores"
 
 
 def exported(asked, folder):
-    """What the export of a run would be that has not changed its weights, without running it."""
+    """Export what a run with unchanged weights would, without running it."""
     begin = start.look(asked)
     source = begin.source
     place = trainer._start(begin.config, data.load(asked.data, None, END, VOCABULARY), begin)
@@ -373,7 +373,7 @@ def test_a_run_that_goes_on_is_not_said_to_be_from_scratch(tokens, tmp_path):
 
 
 def test_the_rotary_positions_of_gemma_and_phi_are_said(tokens, tmp_path):
-    """Of Gemma 3's two thetas the global one is changed; the length says which of Phi's two lists holds."""
+    """--rope-theta changes the global one of Gemma 3's two thetas; the length selects one of Phi's two factor lists."""
     gemma = dict(norms="around", centered_norms=True, activation="gelu_tanh", scaled_embedding=True, head_norms=True)
     gemma |= dict(window=9, full_every=2, rope_theta=1e6, local_theta=1e4)
     folder = rewritten(tmp_path / "gemma", **gemma)
@@ -506,4 +506,4 @@ def test_a_dry_run_reads_the_configuration_alone(tmp_path, capsys):
     out = capsys.readouterr().out
     assert f"Starts from {folder}: rope theta 500,000, rope scaling llama3 × 8 of 64 positions" in out
     assert "8,030,261,248 parameters" in out
-    assert "Warning: --length 2048 is longer than the 512 positions" not in out, "theta is larger"
+    assert "Warning: --length 2048 is longer than the 512 positions" not in out, "--rope-theta was raised"

@@ -1,4 +1,4 @@
-"""Where an answer ends, how likely it was, and what generation_config.json asks for."""
+"""Stop strings, log-probabilities and generation_config.json."""
 
 import json
 import random
@@ -32,7 +32,7 @@ def copied(model, tmp_path):
 
 
 def cut(text, strings):
-    """The text before the string that is complete first, by looking at one beginning after the other."""
+    """Return the text before the stop string that is completed first, by checking every prefix."""
     for end in range(1, len(text) + 1):
         starts = [end - len(string) for string in strings if text[:end].endswith(string)]
         if starts:
@@ -41,7 +41,7 @@ def cut(text, strings):
 
 
 def test_a_text_ends_before_a_stop_string_however_it_comes():
-    """Every short text and pair of strings of two letters, in random pieces; no letter of the string is ever shown."""
+    """3000 random short texts and pairs of strings over two letters, in random pieces. No part of a match is shown."""
     rng = random.Random(0)
     for _ in range(3000):
         text = "".join(rng.choices("ab", k=rng.randrange(9)))
@@ -64,7 +64,7 @@ def test_text_is_shown_as_soon_as_it_cannot_become_a_stop_string():
 
 
 def answer(stream, tokens, strings, ends=()):
-    """What comes of tokens one by one: the answer, and the pieces that were shown."""
+    """Feed tokens one by one; return the answer and the pieces that were shown."""
     found = Answer(stream, Ends(list(ends), strings, Bytes()))
     pieces = []
     for token in tokens:
@@ -83,13 +83,13 @@ def test_stop_strings_span_tokens_and_parts_of_characters():
             found, pieces = answer(Bytes().stream([]), tokens, [stop])
             assert found.finish == "stop"
             assert found.text == "".join(pieces) == text[: text.index(stop)]
-            assert found.tokens == tokens[: len(text[: text.index(stop) + len(stop)].encode())], "no token further"
+            assert found.tokens == tokens[: len(text[: text.index(stop) + len(stop)].encode())], "no tokens beyond"
     found, _ = answer(Bytes().stream([]), tokens[:-1], ["done"])
     assert (found.finish, found.text) == ("length", text[:-1])
 
 
 def test_a_stop_string_in_what_an_end_leaves_over():
-    """Half a character waits until nothing follows; a letter before it may be the end of a stop string."""
+    """A partial character is held back until the end; the letter before it may complete a stop string."""
     found, pieces = answer(stream_of([0]), [1, 2, 4], ["bc"])
     assert (found.finish, found.text, pieces) == ("stop", " ", [" ", "", ""])
     found, pieces = answer(stream_of([0]), [1, 4], ["b\N{REPLACEMENT CHARACTER}"])
@@ -129,7 +129,7 @@ SAMPLED = ("--temperature", 1.5, "--top-k", 30, "--seed", 1)
 
 @pytest.mark.parametrize("sampling", [(), SAMPLED], ids=["greedy", "sampled"])
 def test_log_probabilities_are_those_of_transformers(model, capsys, tmp_path, sampling):
-    """To 1e-5, whatever is sampled from, in a batch and alone; the likeliest are the likeliest, in order."""
+    """To 1e-5, greedy and sampled, in a batch and alone; top_logprobs has the most likely tokens in order."""
     (tmp_path / "prompts.txt").write_text("Hello!\na longer prompt than that\n?")
     command = ("--model", model, *COMMON, *sampling, "--prompts", tmp_path / "prompts.txt", "--logprobs", 3)
     for batch in (1, 3):
@@ -177,7 +177,7 @@ def test_options_win_over_generation_config(copied, said, options, wanted):
 
 
 def test_what_is_taken_from_generation_config_is_said(copied, capsys):
-    """In the line that describes the run; what an option says is not taken."""
+    """The line that describes the run lists these settings; options take precedence over them."""
     found = settled(copied, LLAMA)
     assert (found.max_tokens, found.stop, found.warning) == (77, (), "")
     found = settled(copied, LLAMA | {"stop_strings": ["a", "b"]}, max_tokens=5, top_p=0.5)

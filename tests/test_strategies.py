@@ -1,4 +1,4 @@
-"""Every strategy is exact: heads × gather × ring, whatever the devices, layouts, masks and heads."""
+"""Every strategy is exact: heads × gather × ring, for all numbers of devices, layouts, masks and heads."""
 
 import functools
 import re
@@ -29,7 +29,7 @@ CASES = [(devices, found) for devices in (2, 3, 4, 6, 8) for found in factorings
 
 @pytest.mark.parametrize(("devices", "strategy"), CASES, ids=[f"{n} as {s}" for n, s in CASES])
 def test_every_factoring_is_exact(devices, strategy):
-    """Layouts, masks and heads in turn: query heads that all can share, and 1 to 24 key heads."""
+    """Layouts, masks and heads vary by case: 24 query heads, divisible by every strategy, and 1 to 24 key heads."""
     which = CASES.index((devices, strategy))
     kv_heads = [1, 2, 8, 24, 4, 3, 6, 12][which % 8]
     options = {"bias": "alibi", "softcap": 2.0} if which % 5 == 0 else {"sinks": which % 3 == 0}
@@ -52,7 +52,7 @@ def test_in_bfloat16(sizes):
 
 @pytest.mark.parametrize("strategy", ["heads", "gather", sa.strategy(heads=2)], ids=str)
 def test_beside_axes_for_batch_and_heads_and_under_remat(strategy):
-    """Two sequences on two devices, two of four heads on each of two more, and a sequence over two."""
+    """A 2 × 2 × 2 mesh: two sequences over `data`, each sequence over `sequence`, and heads over `model`."""
     mesh = jax.make_mesh((2, 2, 2), ("data", "sequence", "model"))
     layout, length = sa.striped(3), 30
     rng = np.random.default_rng(0)
@@ -82,14 +82,14 @@ def test_key_heads_are_copied_as_little_as_needed(heads, kv_heads, shared_by, co
     assert sa.strategy(heads=shared_by).key_copies(heads, kv_heads) == copies
     share, sent = heads // shared_by, kv_heads * copies
     assert sent % shared_by == 0
-    for member in range(shared_by):  # its query heads, each with its key head among those it got
+    for member in range(shared_by):  # each of its query heads finds its key head among those it received
         got = [i // copies for i in range(member * sent // shared_by, (member + 1) * sent // shared_by)]
         wanted = [head // (heads // kv_heads) for head in range(member * share, (member + 1) * share)]
         assert [got[i // (share // len(got))] for i in range(share)] == wanted
 
 
 def messages(strategy, devices, tokens, heads, kv_heads, dim, gradients=False):
-    """Elements that a device sends, by the program for CPUs, which sends float32 whatever it is given."""
+    """Elements that a device sends, counted in the program for CPUs, which always sends float32."""
     mesh = mesh_of(devices)
     where = jax.sharding.NamedSharding(mesh, P(None, "sequence"))
     q, k = (jax.ShapeDtypeStruct((1, tokens * devices, n, dim), jnp.float32, sharding=where) for n in (heads, kv_heads))
@@ -104,12 +104,12 @@ def messages(strategy, devices, tokens, heads, kv_heads, dim, gradients=False):
 
 
 def test_what_is_sent():
-    """As docs/design.md has it. None of these programs has a loop, in which a message would count once."""
+    """Traffic is as in docs/design.md. These programs have no loops, whose messages would be counted only once."""
     sizes = devices, tokens, heads, kv_heads, dim = 8, 128, 16, 8, 4
     keys = 2 * tokens * kv_heads * dim * (devices - 1)
     assert messages("gather", *sizes) == {"all-gather": keys}
-    # The backward pass gathers again, for nothing gathered is kept, and adds up dK and dV. In a program of both passes
-    # the compiler may find out that it has gathered the first two groups of heads before.
+    # Gathered keys are not kept, so the backward pass gathers again, and then sums dK and dV. In a program of both
+    # passes the compiler may reuse the gathers of the first two groups of heads.
     both = messages("gather", *sizes, gradients=True)
     assert both.keys() == {"all-gather", "reduce-scatter"}
     assert 1.5 * keys <= both["all-gather"] <= 2 * keys
@@ -166,7 +166,7 @@ def test_cudnn_sees_larger_devices_with_heads_and_refuses_gathered_keys():
 @pytest.mark.parametrize("strategy", ["ring", sa.strategy(heads=2), sa.strategy(heads=2, gather=2)], ids=str)
 @pytest.mark.parametrize("types", ["Auto", "Explicit"])
 def test_a_sequence_over_two_mesh_axes(strategy, types):
-    """Nodes and their devices; the last axis has the neighbours."""
+    """Nodes and their devices; neighbours lie along the last axis."""
     kinds = (getattr(jax.sharding.AxisType, types),) * 2
     mesh = jax.make_mesh((2, 4), ("node", "gpu"), axis_types=kinds)
     layout, names = sa.striped(2), ("node", "gpu")
@@ -197,7 +197,7 @@ def test_a_sequence_over_two_mesh_axes(strategy, types):
     ids=str,
 )
 def test_mesh_axes_in_another_order_than_the_mesh(sizes, names, strategy):
-    """The names say which devices are neighbours, wherever their axes are in the mesh."""
+    """The order of the names determines the neighbours, whatever the order of the axes in the mesh."""
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes))
     layout, length = sa.striped(2), 32
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, length, 4, 4)).astype("float32")
@@ -224,7 +224,7 @@ def test_axes_that_a_mesh_does_not_have(names):
 
 
 def test_vmap_of_traded_heads_and_of_gathered_keys():
-    """JAX cannot batch an all-to-all of groups, so what is mapped joins the batch."""
+    """JAX cannot vmap an all-to-all within groups, so the mapped axis is merged into the batch."""
     shape = Shape(length=16)
     q, k, v = (np.stack([shape.arrays(seed)[name] for seed in (0, 1)]) for name in "qkv")
 

@@ -1,4 +1,4 @@
-"""`strategy="auto"` in the library: what it takes, what it says, and what masks and meshes make of a strategy."""
+"""`strategy="auto"` in the library: its choices, its messages, and how masks and meshes affect strategies."""
 
 import dataclasses
 import functools
@@ -25,7 +25,7 @@ from tests.test_ring import hops
 
 
 def asked(devices, tokens, *, layout=None, mask=None, heads=(32, 8), kind="NVIDIA H200", platform="gpu"):
-    """What a ring of llama3-8b's shapes asks of a kernel."""
+    """Make the kernel request of a ring with the shapes of llama3-8b."""
     q, k = (jax.ShapeDtypeStruct((1, tokens, n, 128), jnp.bfloat16) for n in heads)
     mask = sa.causal() if mask is None else mask
     layout = sa.striped() if layout is None else layout
@@ -47,7 +47,7 @@ def asked(devices, tokens, *, layout=None, mask=None, heads=(32, 8), kind="NVIDI
     ids=["one", "8 GPUs", "16 GPUs", "two nodes", "window", "one head", "16 v4"],
 )
 def test_what_auto_takes(request_, wanted, monkeypatch):
-    """Plain causal masks on GPUs that have cuDNN: heads within a node where there are heads to share."""
+    """With cuDNN and a causal mask, GPUs divide the heads; windows, single heads and TPUs use a ring."""
     monkeypatch.setattr(binding, "EMULATED", True)
     assert choose_strategy("auto", request_) == wanted
 
@@ -72,7 +72,7 @@ def test_heads_that_not_all_devices_can_share_go_with_gathered_keys(devices, hea
 
 
 def test_trades_between_nodes_are_slow_for_the_part_that_leaves_them():
-    """Of 16 devices on two nodes, 8 of the 15 others are far. Both exchanges of a pass have a latency."""
+    """With 16 devices on two nodes, 8 of the 15 others are far. A pass has two exchanges, each with a latency."""
     (found,) = (one for one in sa.plan(16, 65_536, strategies=["heads"]).strategies if one.strategy.heads == 16)
     sent, hardware = found.workload.messages.trade, HARDWARE["h100"]
     forward, _ = passes(found.workload, found.chosen, found.tiles, found.needed)
@@ -80,10 +80,10 @@ def test_trades_between_nodes_are_slow_for_the_part_that_leaves_them():
 
 
 def test_messages_have_the_latency_of_their_links():
-    """Within a node, between nodes, and in a double ring, whose hop between nodes has a whole inner round."""
+    """Within a node, between nodes, and in a double ring, whose hop between nodes overlaps a whole inner round."""
     h100, v5p = HARDWARE["h100"], HARDWARE["v5p"]
     assert h100.latency < h100.far_latency
-    assert v5p.latency < h100.latency, "a hop over ICI needs no kernel"
+    assert v5p.latency < h100.latency, "a hop over ICI needs no kernel launch"
     asked = [sa.strategy(heads=8), sa.strategy(gather=8), sa.strategy(inner=8)]
     found = {str(one.strategy): one for one in sa.plan(16, 65_536, strategies=asked).strategies}
     assert {name: one.workload.latency for name, one in found.items()} == {
@@ -99,7 +99,7 @@ def test_messages_have_the_latency_of_their_links():
 
 
 def test_gathered_shards_enter_a_node_once_by_all_of_its_interfaces():
-    """Of 16 devices on two nodes, 8 that gather together share the far interconnect; with heads=8 only one is near."""
+    """On two nodes of 8, gather=16 has 8 devices per node that share its interfaces; heads=8,gather=2 has one."""
     hardware = HARDWARE["h100"]
     found = {str(one.strategy): one.workload for one in sa.plan(16, 65_536, model="7b").strategies}
     for name, near in (("gather=16", 8), ("heads=8,gather=2", 1)):
@@ -108,11 +108,11 @@ def test_gathered_shards_enter_a_node_once_by_all_of_its_interfaces():
         assert workload.gather_wire == hardware.far_wire * near
     assert found["gather=8"].gather_wire == hardware.wire
     few = dataclasses.replace(hardware, wire=1e9)
-    assert few.gather_wire(16) == few.wire, "a node shares out no faster than it can"
+    assert few.gather_wire(16) == few.wire, "limited by the interconnect within a node"
 
 
 def test_weights_are_gathered_by_all_interfaces_of_a_node():
-    """A step of 64 devices with few tokens takes as long as its weights: bf16 twice, and float32 gradients."""
+    """With few tokens on 64 devices, gathering weights dominates a step: bf16 weights twice, and float32 gradients."""
     found = sa.plan(64, 65_536, layouts=[], strategies=["ring"]).best
     weights = 63 / 64 * 8 * found.setting.model.parameters
     layers = found.setting.model.layers * found.attention_seconds
@@ -162,15 +162,15 @@ def test_attention_by_default_is_exact_and_says_what_it_took(caplog):
     ids=str,
 )
 def test_neighbours_with_a_fast_interconnect_come_from_the_mesh(sizes, axis, neighbours):
-    """A node has 8 GPUs: axes after the sequence's take their share of it, and of two axes the last one is the node."""
+    """Mesh axes after the sequence's share the 8 GPUs of a node; of several sequence axes, the last one is a node."""
     mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
     with jax.sharding.use_abstract_mesh(mesh):
         assert fast_neighbours(axis, "gpu", "NVIDIA H200") == neighbours
-        assert fast_neighbours(axis, "tpu", "TPU v5p") == 8960  # a pod has room for all of them
+        assert fast_neighbours(axis, "tpu", "TPU v5p") == 8960  # all of them fit into one pod
 
 
 def test_under_vmap_with_an_axis_name():
-    """Devices that `jax.vmap` plays: there are no collectives of groups, so "auto" is a ring."""
+    """Devices emulated by `jax.vmap` have no collectives within groups, so "auto" chooses a ring."""
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 1, 8, 2, 4)).astype("float32"))
     options = dict(axis_name="s", layout=sa.contiguous(), mask=sa.causal())
     out = jax.vmap(lambda x: sa.attention_shard(x, x, x, **options), axis_name="s")(x)
@@ -200,12 +200,12 @@ def test_double_rings_are_planned_where_a_ring_leaves_its_node():
     assert sa.plan(8, 65_536, hardware="h200").best.slow_bytes == 0
     few = sa.plan(16, 16 * 1024, hardware="h100", layouts=[sa.striped()], strategies=[sa.strategy(inner=8)])
     seconds = {str(one.strategy): one.attention_seconds for one in few.strategies}
-    assert seconds["inner=8"] < seconds["ring"]  # a hop between nodes takes longer than a step's arithmetic
+    assert seconds["inner=8"] < seconds["ring"]  # a hop between nodes takes longer than the computation of a step
 
 
 @pytest.mark.parametrize("strategy", ["gather", sa.strategy(gather=4), sa.strategy(gather=2, inner=2)], ids=str)
 def test_windows_send_to_the_neighbours_that_need_keys_alone(strategy):
-    """Whatever the strategy: one hop to the next device where a window is no longer than a device's tokens."""
+    """With every strategy, a window no longer than the tokens per device needs one hop, to the next device."""
     mesh, slots = mesh_of(8), 8
     x = jnp.ones((1, 8 * slots, 4, 4))
     options = dict(mesh=mesh, axis_name="sequence", layout=sa.contiguous(), mask=sa.sliding_window(slots))

@@ -1,4 +1,4 @@
-"""What needs the TPU's compiler (`make test-tpu`): programs compiled, not only lowered, for pods that are not here."""
+"""Tests that need the TPU compiler (`make test-tpu`): programs are compiled, not only lowered, without a TPU."""
 
 import functools
 import importlib.util
@@ -32,7 +32,7 @@ pod = functools.cache(describe)
 
 
 def compile_block(devices, dim, dtype="bfloat16", heads=(4, 2), slots=4096, tile=None, alibi=False, softcap=None):
-    """Both passes of the kernel over one block, for the first of the devices."""
+    """Compile both passes of the kernel over one block, for the first device."""
     mesh = Mesh(np.array(devices[:1]), ("one",), axis_types=(AxisType.Auto,))
     shape = lambda *sizes, dtype: jax.ShapeDtypeStruct(sizes, dtype, sharding=NamedSharding(mesh, PartitionSpec()))  # noqa: E731
     q, k = (shape(1, slots, n, dim, dtype=dtype) for n in heads)
@@ -71,7 +71,7 @@ def test_the_kernel_compiles_for_every_generation(kind, dim):
     ids=str,
 )
 def test_the_kernel_compiles_with_every_option(options):
-    """For a v4, which has the least memory for tiles."""
+    """Compiled for a v4, which has the least memory for tiles."""
     compile_block(pod(PODS["v4"]), **options)
 
 
@@ -83,7 +83,7 @@ def test_rings_follow_the_torus(name):
 
 
 def compile_attention(name, strategy, layout, **options):
-    """Both passes of attention over all devices of a pod: 262,144 tokens, 16 heads of 128."""
+    """Compile both passes of attention on all devices of a pod: 262,144 tokens, 16 heads of 128."""
     mesh = sa.make_mesh({"sequence": 16}, pod(name))
     spec = PartitionSpec(None, "sequence", None, None)
     x = jax.ShapeDtypeStruct((1, 262_144, 16, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
@@ -99,7 +99,7 @@ def compile_attention(name, strategy, layout, **options):
 
 @pytest.mark.parametrize("layout", [sa.striped(1), sa.zigzag(), sa.contiguous()], ids=str)
 def test_every_transfer_of_a_ring_of_16_is_hidden(layout):
-    """Keys and values, and their gradients, forward and backward: attention runs while they are on their way."""
+    """Hops of keys, values and their gradients overlap with attention, forward and backward."""
     sent = transfers(compile_attention(PODS["v4"], "ring", layout).as_text())
     assert {transfer.dtype for transfer in sent} == {"bf16", "f32"}
     assert [transfer for transfer in sent if not transfer.hidden] == []
@@ -115,7 +115,7 @@ SPARSE_CORE = {  # as in docs/tpu.md
 
 @pytest.mark.parametrize(
     ("kind", "strategy", "hidden", "options"),
-    [  # how many transfers of each kind, and how many at least are hidden behind attention
+    [  # per kind: the least number of transfers overlapped with attention, and the number of all transfers
         ("v4", "ring", {"collective-permute": (16, 16)}, {}),
         ("v4", "gather", {"all-gather": (8, 12), "all-reduce": (0, 8)}, {}),
         ("v4", "heads", {"all-to-all": (0, 8)}, {}),
@@ -130,29 +130,29 @@ SPARSE_CORE = {  # as in docs/tpu.md
     ids=lambda value: str(value) if not isinstance(value, dict) else "",
 )
 def test_strategies_hide_transfers_and_materialise_no_more_than_they_say(kind, strategy, hidden, options):
-    """Nobody can hide the first gather, nor what trades tokens for heads: attention needs it before it begins."""
+    """The first gather and the all-to-all exchanges cannot be overlapped: attention needs their results to start."""
     compiled = compile_attention(PODS[kind], strategy, sa.striped(1024), **options)
     program = compiled.as_text()
     for operation, (least, count) in hidden.items():
         sent = transfers(program, operation)
         assert len(sent) == count
         assert sum(transfer.hidden for transfer in sent) >= least
-    # XLA makes all-reduces of reduce-scatters. Those that add up dk and dv do it in float32.
+    # XLA turns reduce-scatters into all-reduces. Those of dk and dv add in float32.
     assert {transfer.dtype for transfer in transfers(program, "all-reduce")} <= {"f32"}
     says = Messages(16, 16, 128, resolve(strategy, 16), 16, 16_384, 2).memory
     found = compiled.memory_analysis()
     assert found.peak_memory_in_bytes < says
-    assert found.temp_size_in_bytes < 1.2 * says  # with the gaps between arrays
+    assert found.temp_size_in_bytes < 1.2 * says  # allows for gaps between arrays
 
 
 def compile_step(capsys, tmp_path, options):
-    """What `striped compile` prints and writes."""
+    """Return what `striped compile` prints and writes."""
     assert cli.main(["compile", *options.split(), "--output", f"{tmp_path}/said.json"]) == 0
     return capsys.readouterr().out, json.loads((tmp_path / "said.json").read_text())
 
 
 def test_the_papers_configuration(tmp_path, capsys):
-    """16 v4 chips of 32 GB, 786,432 tokens: compiles, fits, and hides its transfers; counted work as expected."""
+    """16 v4 chips of 32 GB, 786,432 tokens: compiles, fits and overlaps all transfers; the work matches the bound."""
     out, said = compile_step(capsys, tmp_path, "--topology v4:2x2x4 --preset 1b --length 786432 --text whole")
     assert said["result"]["fits"]
     assert said["result"]["memory"] < 32e9
@@ -174,7 +174,7 @@ def test_the_papers_larger_model(tmp_path, capsys):
 
 
 def test_what_does_not_fit_is_said(tmp_path, capsys, monkeypatch):
-    """And that a device has more tokens than the kernel for TPUs can list tiles of."""
+    """Also warns that the tokens per device have more tiles than the TPU kernel can list."""
     monkeypatch.setattr(choice, "_warned", set())
     with pytest.warns(sa.SlowKernelWarning, match="It lists at most 250,000 tiles"):
         out, said = compile_step(capsys, tmp_path, "--topology v5e:2x2 --preset 1b --length 4M")
@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_said(tmp_path, capsys, monkeypatch):
 
 
 def test_a_step_that_gathers_keys(tmp_path, capsys):
-    """Weights are gathered too, and are not counted."""
+    """All-gathers of weights are not counted."""
     options = "--topology v4:2x2x4 --preset debug --length 16384 --text whole --strategy gather"
     out, said = compile_step(capsys, tmp_path, options)
     sent = said["result"]["transfers"]
@@ -210,7 +210,7 @@ def test_pods_that_do_not_exist(name):
 
 
 def test_rings_of_interpreted_tpus():
-    """`attention` on 4 devices: masks, layouts, options and odd lengths."""
+    """`attention` on 4 devices, with masks, layouts, options and odd lengths."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.interpreted_rings"], capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""`striped train` as a user runs it: real processes, real signals, real clusters of two."""
+"""`striped train` as a user runs it: real processes, real signals, real clusters of two processes."""
 
 import json
 import os
@@ -19,10 +19,10 @@ from striped_attention import cli
 from striped_attention.training.launch import GRACE, HEARTBEAT, in_cluster, reserved_port
 
 TINY = shlex.split("--layers 1 --dim 16 --ffn 32 --heads 2 --kv-heads 1 --length 64 --batch 2 --dtype float32")
-TINY += shlex.split("--schedule constant --warmup 0")  # so that every number of steps is the same program
+TINY += shlex.split("--schedule constant --warmup 0")  # so that the program does not depend on the number of steps
 TINY += ["--data", __file__]
 TWO = ("--cpu-devices", 2)
-DEADLINE = 300  # seconds after which a test gives up on a process; none should come near
+DEADLINE = 300  # timeout of a process in seconds; none should come close
 
 
 STARTED = []
@@ -37,7 +37,7 @@ def _no_process_outlives_its_test():
 
 
 def start(*arguments, before=None, **environment):
-    """`striped train`, as a process, which may run the code `before` it."""
+    """Start `striped train` in a process, which first runs the code `before`."""
     code = f"import sys; {before}; from striped_attention.cli import main; sys.exit(main())"
     program = ("-m", "striped_attention.cli") if before is None else ("-c", code)
     process = subprocess.Popen(
@@ -87,7 +87,7 @@ def checkpoints(folder):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Five steps by one process with two devices, saved after 2, 4 and 5; tests only read it."""
+    """Run of five steps by one process with two devices, saved after steps 2, 4 and 5; tests only read it."""
     folder = tmp_path_factory.mktemp("runs") / "alone"
     code, _, error = run(*TINY, *TWO, "--steps", 5, "--checkpoint-every", 2, "--keep", 3, "--checkpoint-dir", folder)
     assert code == 0, error
@@ -115,7 +115,7 @@ def test_a_process_killed_while_saving_loses_only_that_save(tmp_path):
     def caught_while_saving():
         if len(checkpoints(tmp_path)) < 2 or not half_written():
             return False
-        process.send_signal(signal.SIGSTOP)  # so that it cannot finish between this look and the kill
+        process.send_signal(signal.SIGSTOP)  # so that it cannot finish the save before it is killed
         if not half_written():
             process.send_signal(signal.SIGCONT)
         return half_written()
@@ -125,29 +125,30 @@ def test_a_process_killed_while_saving_loses_only_that_save(tmp_path):
     finish(process)
     whole, before = checkpoints(tmp_path), losses(tmp_path)
     assert half_written()
-    assert len(before) - whole[-1] <= 2, "only what came after the last finished save is lost"
+    assert len(before) - whole[-1] <= 2, "only steps after the last complete save are lost"
     code, out, error = run(*options, "--steps", len(before) + 1, "--checkpoint-dir", tmp_path, "--resume")
     assert code == 0, error
     assert f"Resuming from step {whole[-1]}." in out
-    assert steps_done(tmp_path) == list(range(1, len(before) + 2)), "no step is missing and none is there twice"
-    assert losses(tmp_path)[:-1] == before, "done again, bit for bit"
-    assert not half_written(), "what was left half-written is gone"
+    assert steps_done(tmp_path) == list(range(1, len(before) + 2)), "every step is there exactly once"
+    assert losses(tmp_path)[:-1] == before, "repeated steps are bit-identical"
+    assert not half_written(), "the incomplete save was removed"
 
 
 def test_two_processes_have_the_losses_of_one_and_stop_together(alone, tmp_path):
-    """A signal to their parent reaches both; and a single process goes on from what they have saved together."""
+    """A signal to their parent reaches both, and a single process can resume from their checkpoint."""
     process = start(*TINY, "--local-processes", 2, "--cpu-devices", 1, "--steps", 100_000, "--checkpoint-dir", tmp_path)
     wait_for(lambda: len(steps_done(tmp_path)) >= 5, process)
     process.send_signal(signal.SIGTERM)
     code, out, error = finish(process)
     assert code == 0, error
-    assert out.count("parameters,") == 1, "only one of them talks"
+    assert out.count("parameters,") == 1, "only one of them prints"
+    assert "peer ranks" not in out, "what Gloo prints is left out"
     assert "stopped after step" in out
     (last,) = checkpoints(tmp_path)
     assert steps_done(tmp_path) == list(range(1, last + 1))
     assert losses(tmp_path)[:5] == pytest.approx(losses(alone), rel=1e-6)
     code, out, error = run(*TINY, *TWO, "--steps", last + 1, "--checkpoint-dir", tmp_path, "--resume")
-    assert code == 0, f"a checkpoint of two processes, resumed by one: {error}"
+    assert code == 0, f"one process resumes the checkpoint of two: {error}"
     assert f"Resuming from step {last}." in out
     assert steps_done(tmp_path) == list(range(1, last + 2))
 
@@ -169,7 +170,7 @@ def test_when_one_local_process_dies_the_others_stop_with_a_message(tmp_path):
 
 @pytest.fixture
 def cluster():
-    """Starts two processes that find each other by an address, whose port is held for the whole test."""
+    """Starts two processes that find each other at an address, whose port stays reserved for the whole test."""
     with reserved_port() as port:
         where = ("--coordinator", f"127.0.0.1:{port}", "--num-processes", 2, "--process-id")
         common = (*TINY, "--cpu-devices", 1, "--steps", 100_000)
@@ -177,7 +178,7 @@ def cluster():
 
 
 def test_an_error_in_one_of_two_processes_ends_both(cluster, tmp_path):
-    """Process 1 finds no data, process 0 waits for it: neither may wait for minutes."""
+    """Process 1 finds no data while process 0 waits for it; both must end without waiting for minutes."""
     good, bad = cluster((), ("--data", tmp_path / "nothing"))
     code, _, error = finish(bad)
     assert code == 2
@@ -196,13 +197,13 @@ def test_when_a_process_of_a_cluster_dies_the_others_stop_with_a_message(cluster
     assert code != 0
     if dead == 1:
         assert error.splitlines()[-1].startswith("striped, process 0: another process is gone"), error
-    else:  # JAX ends a process that has lost process 0 itself, in many words, before or after ours
+    else:  # JAX itself ends a process that lost process 0, with a long message before or after ours
         assert "another process is gone" in error or "another task died" in error
     assert "Traceback" not in error
 
 
 def test_nobody_gets_the_port_that_was_reserved_but_the_coordinator():
-    """Whose sockets share their port, as gRPC's do. It is they who are connected to."""
+    """The coordinator binds with SO_REUSEPORT, as gRPC does, and receives all connections."""
     with reserved_port() as port:
         for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):
             with socket.socket(family) as other, pytest.raises(OSError, match="in use"):
@@ -221,9 +222,9 @@ def test_a_dead_process_is_noticed_within_a_minute():
 
 
 def test_slurms_variables_are_enough(tmp_path):
-    """As srun sets them for two tasks on one machine; JAX reads the rest itself."""
+    """The variables that srun sets for two tasks on one machine; JAX reads the rest itself."""
     slurm = dict(
-        SLURM_JOB_ID=str(os.getpid()),  # of which JAX makes the port
+        SLURM_JOB_ID=str(os.getpid()),  # JAX derives the port from it
         SLURM_STEP_NODELIST="localhost",
         SLURM_NTASKS="2",
         SLURM_STEP_NUM_TASKS="2",
@@ -239,7 +240,7 @@ def test_slurms_variables_are_enough(tmp_path):
     ("environment", "answer"),
     [
         ({}, False),
-        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, False),  # a shell of salloc: nobody has called srun
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8"}, False),  # a shell of salloc, without srun
         ({"SLURM_STEP_NUM_TASKS": "1"}, False),
         ({"SLURM_STEP_NUM_TASKS": "8"}, True),
         ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
@@ -269,7 +270,7 @@ def test_a_cluster_is_one_when_a_scheduler_started_several_processes(environment
 def test_bad_input_ends_with_exit_code_2_and_one_line(capsys, arguments, message):
     try:
         code = cli.main(["train", *TINY, *arguments])
-    except SystemExit as stopped:  # by what reads the flags
+    except SystemExit as stopped:  # raised by the parser of flags
         code = stopped.code
     error = capsys.readouterr().err
     assert code == 2
@@ -306,7 +307,7 @@ def test_a_process_with_bad_input_ends_with_exit_code_2_and_one_line():
 
 
 def test_a_full_disk_is_told_and_loses_nothing(alone, tmp_path):
-    """A limit on the size of files stands for the disk: writes fail with an error of the operating system."""
+    """A limit on file size stands in for a full disk: writes fail with an OSError."""
     options = (*TINY, *TWO, "--checkpoint-every", 2)
     folder = shutil.copytree(alone, tmp_path / "run")
     limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))"

@@ -1,4 +1,4 @@
-"""Data: documents packed end to end, every token's target the next one, nothing lost, nothing twice."""
+"""Data: documents are packed end to end, each target is the next token, and every token is read exactly once."""
 
 import bz2
 import gzip
@@ -27,7 +27,7 @@ def test_the_standard_library_is_a_corpus():
     text = bytes(corpus.tokens[corpus.tokens < 256][:1_000_000].astype(np.uint8))
     assert len(corpus.tokens) > 5_000_000
     assert b"import" in text
-    assert np.sum(corpus.tokens == corpus.end) > 300, "one a file"
+    assert np.sum(corpus.tokens == corpus.end) > 300, "one per file"
 
 
 def test_files_of_a_folder_are_documents_in_order(tmp_path):
@@ -186,7 +186,7 @@ TEXT = b"the quick brown fox jumps over the lazy dog. " * 99
 
 
 def png():
-    """A picture of one white point."""
+    """A PNG image of one white pixel."""
     chunk = lambda kind, data: struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))  # noqa: E731
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0))
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0\xff")) + chunk(b"IEND", b"")
@@ -209,7 +209,7 @@ def saved_array():
     return file.getvalue()
 
 
-# What is in a file, and what is said of it. The names of the files say nothing.
+# Error message by content of the file. The file's name does not give the content away.
 NO_TEXT = {
     "is gzip. Unpack it first, or give it a name that ends in .gz": gzip.compress(TEXT),
     "is bzip2. Unpack it first": bz2.compress(TEXT),
@@ -246,7 +246,7 @@ def test_what_is_no_text_is_refused_by_its_content(tmp_path, where, message):
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("riff.txt", b"RIFF is how the chapter begins"),  # as sound files do
+        ("riff.txt", b"RIFF is how the chapter begins"),  # as WAV files do
         ("package.json", b'{\n  "name": "x"\n}\n'),
         ("settings.json", b'{"a": 1}\n'),
         ("list.txt", b'{"a": 1}\nand then some prose\n'),
@@ -263,11 +263,11 @@ def test_text_that_only_looks_like_something_else_is_text(tmp_path, name, conten
 def test_an_end_token_that_never_occurs_is_told(tmp_path, monkeypatch):
     np.save(tmp_path / "x.npy", np.arange(250))
     assert load(tmp_path / "x.npy", end=249).warning is None
-    assert load(tmp_path / "x.npy").warning is None, "nobody asked for one"
+    assert load(tmp_path / "x.npy").warning is None, "no --end-token was given"
     found = load(tmp_path / "x.npy", end=250).warning
     assert found.startswith(f"--end-token 250 does not occur in {tmp_path / 'x.npy'}, so all of it counts as one")
     monkeypatch.setattr(data.raw, "LOOK", 10)
-    monkeypatch.setattr(data.raw, "LOOKS", 5)  # 10 of every 50
+    monkeypatch.setattr(data.raw, "LOOKS", 5)  # 5 samples of 10 tokens
     assert "does not occur in the 50 sampled tokens of" in load(tmp_path / "x.npy", end=30).warning
 
 
@@ -290,7 +290,7 @@ def test_fingerprints_tell_corpora_apart():
 def test_rows_in_order_are_the_corpus_from_its_beginning():
     corpus = data.Corpus(np.arange(101), None, 1000, "")
     batch = data.rows_in_order(corpus, 8, 4, 10)
-    assert batch.tokens[:, 0].tolist() == [80, 90, 0, 10], "after the last whole row the first one follows"
+    assert batch.tokens[:, 0].tolist() == [80, 90, 0, 10], "the first row follows the last whole one"
     assert batch.targets[:, -1].tolist() == [90, 100, 10, 20]
     part = data.rows_in_order(corpus, 9, 2, 10)
     assert part.tokens.tolist() == batch.tokens[1:3].tolist()

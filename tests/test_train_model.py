@@ -1,4 +1,4 @@
-"""The model and the step: the same numbers on any mesh and layout as a plain model on one device, in bounded memory."""
+"""Model and training step: same results on every mesh and layout as a plain model on one device, in bounded memory."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ SMALL = dict(layers=2, dim=32, ffn=48, heads=4, kv_heads=2, vocabulary=40, dtype
 
 
 def corpus(vocabulary=40, size=20_000, end=0):
-    """A corpus with something to learn: every token depends on the one before it; documents of about 30 tokens."""
+    """A corpus that can be learned: every token depends on the previous one. Documents have about 30 tokens."""
     rng = np.random.default_rng(0)
     tokens = np.zeros(size, np.int32)
     for i in range(1, size):
@@ -50,7 +50,7 @@ def plain_run(model):
 
 
 def plain_loss(model, weights, batch, visible):
-    """The same model as one would write it down first: whole matrices, dense attention, text order."""
+    """The same model in its simplest form: unsharded matrices, dense attention, original order."""
 
     def norm(x, weight):
         return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + model.norm_epsilon) * weight
@@ -104,7 +104,7 @@ def curve(run, steps=30):
 
 @functools.cache
 def control():
-    """The trusted run: one device, dense attention."""
+    """The reference run: one device, dense attention."""
     return curve(program((1, 1), attend=control_attention, learning_rate=3e-3))
 
 
@@ -113,10 +113,10 @@ def control():
     [(2, "zigzag", None), (4, "contiguous", None), (8, "striped", 1)],
 )
 def test_control_run_every_layout_and_mesh_has_the_same_loss_curve(devices, layout, stripe):
-    """Every layout and every number of devices; benchmarks/train_control.py has all pairs of them."""
+    """Covers every layout and number of devices once; benchmarks/train_control.py covers all pairs."""
     losses = curve(program((1, devices), layout=layout, stripe=stripe, learning_rate=3e-3))
     np.testing.assert_allclose(losses, control(), rtol=1e-4)
-    assert losses[-5:].mean() < losses[:5].mean() - 0.3, "it learns"
+    assert losses[-5:].mean() < losses[:5].mean() - 0.3, "the model learns"
 
 
 @pytest.mark.parametrize("strategy", ["heads", "gather", "heads=2", "inner=2", "heads=2,gather=2"])
@@ -127,13 +127,13 @@ def test_control_run_every_strategy_has_the_same_loss_curve(strategy):
 
 @functools.cache
 def losses_of(documents):
-    """A program on two devices, for a corpus with documents or without, and its compiled loss and gradients."""
+    """Return a program on two devices, with or without documents, and its compiled loss and gradients."""
     run = dataclasses.replace(program((1, 2), stripe=1, sequence_length=89), documents=documents)
     return run, jax.jit(run.loss_and_gradients).lower(run.state.weights, run.inputs).compile()
 
 
 def test_text_without_documents_needs_no_documents_mask():
-    """The same loss and gradients as with one document, also where the length does not divide."""
+    """Loss and gradients equal those with one document, also for lengths that the devices do not divide."""
     one = data.Corpus(CORPUS.tokens, None, 40, "one document")
     results = []
     for documents in (True, False):
@@ -146,7 +146,7 @@ def test_text_without_documents_needs_no_documents_mask():
 
 
 def test_packed_documents_do_not_see_each_other():
-    """Changing one document changes the losses of no other one in its row."""
+    """Changing one document leaves the losses of the others in its row unchanged."""
     run, loss = losses_of(True)
     batch = data.read(CORPUS, 0, range(2), 89, 0)
     weights = run.fresh_state().weights
@@ -157,7 +157,7 @@ def test_packed_documents_do_not_see_each_other():
     assert all(0 < n < 89 for n in first.sum(axis=1))
     before, after = (loss(weights, run.place(b))[0] for b in (counted, counted._replace(tokens=changed)))
     assert float(before) == float(after)
-    assert float(before) != float(loss(weights, run.place(batch))[0]), "otherwise the test could not fail"
+    assert float(before) != float(loss(weights, run.place(batch))[0]), "the first document has a loss"
 
 
 def test_a_sequence_in_which_nothing_counts_changes_nothing():
@@ -168,12 +168,12 @@ def test_a_sequence_in_which_nothing_counts_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, *(loss(weights, run.place(b)) for b in (one, other)))
     none, _, gradients = loss(weights, run.place(batch._replace(weights=0 * batch.weights)))
     assert float(none) == 0
-    assert all(not np.any(x) for x in jax.tree.leaves(gradients)), "0 everywhere, and nowhere NaN"
+    assert all(not np.any(x) for x in jax.tree.leaves(gradients)), "all 0, no NaN"
 
 
 @functools.cache
 def remat(kind):
-    """Loss and gradients on two devices, compiled: keeping this of a layer for the backward pass."""
+    """Return a program on two devices with this --remat, and its compiled loss and gradients."""
     run = program((1, 2), remat=kind)
     return run, jax.jit(run.loss_and_gradients).lower(run.state.weights, run.inputs).compile()
 
@@ -184,7 +184,7 @@ def ring_again(text):
 
 def test_the_backward_pass_does_not_run_attention_forward_again():
     assert not ring_again(remat("attention")[1].as_text())
-    assert ring_again(remat("full")[1].as_text()), "otherwise the test could not fail"
+    assert ring_again(remat("full")[1].as_text()), "full rematerialisation does run it again"
 
 
 @pytest.mark.parametrize("kind", ["full", "qkv", "none"])
@@ -197,7 +197,7 @@ def test_remat_changes_no_number(kind):
 
 
 def products(remat):
-    """Matrix products in the program for loss and gradients, attention left out; each stands in a layer's loop once."""
+    """Count matrix products in the program for loss and gradients, without attention. Layers are a loop, counted once."""
 
     def count(jaxpr):
         inner = (
@@ -213,7 +213,7 @@ def products(remat):
 
 
 def test_remat_none_multiplies_nothing_twice():
-    """A layer has 7 matrices and the loss one: each makes 1 product forward and 2 backward."""
+    """A layer has 7 matrices and the loss has one, each with 1 product forward and 2 backward."""
     assert products("none") == 3 * (7 + 1)
     assert products("qkv") == 3 * (7 + 1) + 7
     assert products("attention") == 3 * (7 + 1) + 7 + 3
@@ -221,7 +221,7 @@ def test_remat_none_multiplies_nothing_twice():
 
 @pytest.mark.parametrize(("parts", "mesh", "options"), [(2, (1, 2), {}), (4, (1, 1), {}), (2, (2, 1), {"stripe": 8})])
 def test_an_accumulated_batch_is_one_large_batch(parts, mesh, options):
-    """Also where its parts have different numbers of targets, as documents make them."""
+    """Also where documents give the micro-batches different numbers of targets."""
     whole, split = (program(mesh, batch=4, accumulate=n, **options) for n in (1, parts))
     batch = inputs(whole)
     batch = batch._replace(weights=batch.weights.at[0].set(0.0).at[1, :40].set(0.5))
@@ -243,7 +243,7 @@ def test_a_batch_in_which_nothing_counts_has_no_loss_and_no_gradient():
 
 @functools.cache
 def long(length, devices):
-    """A step of one long sequence, over a ring."""
+    """Return a training program for one long sequence on a ring, and its compiled step."""
     options = dict(chunk=64, ffn=200, vocabulary=300, strategy="ring", remat="attention")
     run = program((1, devices), sequence_length=length, batch=1, **options)
     return run, run.compiled
@@ -254,7 +254,7 @@ def test_nothing_of_size_length_times_ffn_or_vocabulary_exists():
     shapes = set(re.findall(r"f32\[([\d,]+)\]", step.as_text()))
     largest = max(int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes)
     slots, model = 2048, run.config.model
-    assert slots * model.dim <= largest < slots * model.ffn, "activations of all tokens exist, the ffn's do not"
+    assert slots * model.dim <= largest < slots * model.ffn, "only the ffn's activations are chunked"
 
 
 def test_peak_memory_grows_with_length_over_devices():
@@ -265,7 +265,7 @@ def test_peak_memory_grows_with_length_over_devices():
 
 
 def test_the_dry_runs_memory_is_that_of_the_compiled_step():
-    """Where activations matter and where weights do."""
+    """For models dominated by activations and by weights."""
     wide = program((1, 2), sequence_length=256, batch=1, dim=256, ffn=1024, kv_heads=4, chunk=64)
     tall = program((1, 2), sequence_length=8192, batch=1, ffn=200, vocabulary=300, strategy="ring", remat="none")
     for run, step in (long(8192, 2), (wide, wide.compiled), (tall, tall.compiled)):
@@ -277,7 +277,7 @@ def test_the_dry_runs_memory_is_that_of_the_compiled_step():
 
 @pytest.mark.parametrize(("layers", "remat"), [(6, "attention"), (6, "none"), (7, "attention")])
 def test_the_dry_run_knows_what_periods_of_layers_need(layers, remat):
-    """Two windowed layers, then one without; of seven layers the last one is left over."""
+    """Periods of two windowed layers and one full layer; the seventh layer is an incomplete period."""
     model = ModelConfig(
         **dict(layers=layers, dim=256, ffn=1024, heads=4, kv_heads=4, vocabulary=320, window=64, full_every=3)
     )
@@ -294,7 +294,7 @@ def test_bf16_follows_float32():
 
 
 def test_gradients_of_frequent_tokens_are_counted_in_float32():
-    """In bfloat16 256 + 1 is 256: a sum over 5000 uses of one token would stop there."""
+    """In bfloat16 256 + 1 = 256, so a sum over 5000 uses of one token would stop at 256."""
     run = program((1, 1), sequence_length=5000, batch=1, dtype="bfloat16", chunk=500, layers=1)
     constant = data.Corpus(np.full(6000, 7, np.int32), None, 40, "sevens")
     weights = run.fresh_state().weights

@@ -1,4 +1,4 @@
-"""Runs: what is kept, what is resumed, and what is refused. In this process, on all 8 virtual devices."""
+"""Training runs: their files, resuming, and errors. In this process, on all 8 virtual devices."""
 
 import asyncio
 import dataclasses
@@ -35,7 +35,7 @@ from tests.test_weights_and_biases import Service
 TINY = dict(layers=1, dim=16, ffn=32, heads=2, kv_heads=1, dtype="float32", sequence_length=64)
 TINY |= dict(batch=4, mesh="data=4,sequence=2")  # short rings compile faster
 TINY |= dict(data=(__file__,))
-STEADY = dict(schedule="constant", warmup=0)  # so that a run of 3 steps begins like one of 6
+STEADY = dict(schedule="constant", warmup=0)  # so that the first 3 steps do not depend on the total number
 
 
 def config(folder=None, **options):
@@ -44,7 +44,7 @@ def config(folder=None, **options):
 
 @pytest.fixture(autouse=True, scope="module")
 def _compile_once():
-    """Runs of this module differ in their folders and steps more than in their programs: compile each program once."""
+    """Runs of this module differ mostly in their folders and steps: compile each program once."""
     programs = {}
 
     def same(config, mesh, documents):
@@ -78,7 +78,7 @@ def losses(folder):
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
-    """A run of 6 steps without interruption, checkpoints at 3 and 6; other tests only read it."""
+    """An uninterrupted run of 6 steps with checkpoints at 3 and 6; other tests only read it."""
     folder = tmp_path_factory.mktemp("runs") / "straight"
     state = train(config(folder, steps=6, checkpoint_every=3))
     return folder, jax.device_get(state)
@@ -86,7 +86,7 @@ def straight(tmp_path_factory):
 
 @pytest.fixture
 def half(straight, tmp_path):
-    """The same run, as if it had been interrupted after step 3 and before step 6 was saved."""
+    """A copy of that run, as if interrupted before step 6 was saved: its last checkpoint is step 3."""
     folder = pathlib.Path(shutil.copytree(straight[0], tmp_path / "half"))
     shutil.rmtree(folder / "6")
     return folder
@@ -103,7 +103,7 @@ def test_a_run_keeps_its_record_metrics_and_checkpoints(straight):
     line = metrics(folder)[-1]
     assert line["tokens"] == 6 * 256
     assert line["tokens_per_second"] == pytest.approx(256 / line["seconds"])
-    assert line["mfu"] is None, "nobody knows a virtual CPU device's peak"
+    assert line["mfu"] is None, "virtual CPU devices have no known peak"
 
 
 def test_resume_goes_on_bit_for_bit(straight, half):
@@ -136,7 +136,7 @@ CHAT = (
 
 
 def chat(path, texts):
-    """Conversations; the tokenizer and its template lie beside them."""
+    """Write conversations, with a tokenizer and its chat template beside them."""
     words = {word: i for i, word in enumerate(["</s>", "[UNK]", "user", "assistant", "of", "some", "length"])}
     write_tokenizer(path / "tokenizer.json", words)
     (path / "chat_template.jinja").write_text(CHAT)
@@ -158,7 +158,7 @@ SOURCES |= {
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_resume_goes_on_bit_for_bit_whatever_the_source(tmp_path, source):
-    """In the middle of a pass through the data, and with the cache gone; a step takes 4 of about 10 sequences."""
+    """Resume within a pass through the data, without the data cache. A step reads 4 of about 10 sequences."""
     make, options = SOURCES[source]
     made = make(tmp_path, [f"document {i} " + "of some length " * (i % 5) for i in range(24)])
     options = options | dict(data=made if isinstance(made, tuple) else (str(made),), checkpoint_every=2)
@@ -214,7 +214,7 @@ VALIDATION = dict(validation=(watch.__file__,), validate_every=4, validation_seq
 
 @pytest.fixture(scope="module")
 def validated(tmp_path_factory):
-    """The run of `straight` with held-out data; other tests only read it."""
+    """The run `straight` with held-out data; other tests only read it."""
     folder = tmp_path_factory.mktemp("runs") / "validated"
     return folder, jax.device_get(train(config(folder, steps=6, checkpoint_every=3, **VALIDATION)))
 
@@ -310,7 +310,7 @@ def test_a_folder_with_a_run_is_not_overwritten(half):
 
 @pytest.fixture
 def _never_compile(monkeypatch):
-    """Whatever is refused here is refused before minutes of compiling."""
+    """These errors must be raised before a compilation that could take minutes."""
 
     class Never(Program):
         @property
@@ -324,7 +324,7 @@ def _never_compile(monkeypatch):
 @pytest.mark.parametrize("damage", ["cut", "changed", "gone"])
 def test_a_damaged_checkpoint_is_refused_and_left_as_it_is(straight, tmp_path, damage):
     folder = pathlib.Path(shutil.copytree(straight[0], tmp_path / "copy"))
-    for path in arrays(folder / "6"):  # all, for some of them are no longer needed
+    for path in arrays(folder / "6"):  # all files, as some of them are no longer read
         whole = path.read_bytes()
         kept, rest = whole[: len(whole) // 2], whole[len(whole) // 2 :]
         if damage == "gone":
@@ -341,16 +341,16 @@ def test_a_damaged_checkpoint_is_refused_and_left_as_it_is(straight, tmp_path, d
 
 
 def nothing_is_left():
-    """Whether no read goes on. What a collected one would have to say, pytest raises in this test."""
+    """Whether no read is pending. Exceptions of collected reads are raised by pytest in this test."""
     unfinished = [task for task in gc.get_objects() if issubclass(type(task), asyncio.Task) and not task.done()]
     gc.collect()
     return not unfinished
 
 
 def test_a_failed_read_ends_the_reads_beside_it(tmp_path):
-    """One array is damaged while others are being read: from pipes, of which nothing comes before the error does."""
+    """One array is damaged while others are being read. Those are pipes, which deliver no data before the error."""
     arrays = dict(zip("abc", jax.random.normal(jax.random.key(0), (3, 64, 64)), strict=True))
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as writer:  # a file an array
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as writer:  # one file per array
         writer.save(tmp_path / "state", args=ocp.args.PyTreeSave(arrays))
     wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
     jax.tree.map(np.testing.assert_array_equal, storage.read_arrays(tmp_path / "state", wanted), arrays)
@@ -362,7 +362,7 @@ def test_a_failed_read_ends_the_reads_beside_it(tmp_path):
     with pytest.raises(Exception, match="error while reading array"):
         storage.read_arrays(tmp_path / "state", wanted)
     left = nothing_is_left()
-    for path in slow:  # lets those go who wait for somebody to write, and those who come later find nothing to wait for
+    for path in slow:  # unblocks readers that wait for a writer; later ones find no pipe
         writer = os.open(path, os.O_RDWR)
         path.unlink()
         os.close(writer)
@@ -370,7 +370,7 @@ def test_a_failed_read_ends_the_reads_beside_it(tmp_path):
 
 
 def arrays(checkpoint):
-    """The files with the numbers."""
+    """Return the files that hold the arrays' values."""
     return [path for path in checkpoint.glob("state/**/d/*") if path.is_file()]
 
 
@@ -425,7 +425,7 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
     once = trainer.Program
 
     def diverging(config, mesh, documents):
-        """A program whose every step is far too long, as with a learning rate of 1e30."""
+        """A program whose steps are far too large, as with a learning rate of 1e30."""
         program = once(config, mesh, documents)
         step = program.compiled
 
@@ -447,9 +447,9 @@ def test_a_loss_that_is_no_number_stops_the_run_and_names_the_last_good_checkpoi
     assert np.isfinite(losses(half)[-1])
 
 
-@pytest.mark.usefixtures("straight")  # whose program it changes
+@pytest.mark.usefixtures("straight")  # its compiled program is modified
 def test_a_step_that_is_no_number_names_its_batch(tmp_path, monkeypatch):
-    """One token has an embedding that is infinite, and it occurs in one row of the data."""
+    """One token, which occurs in one row of the data, has an infinite embedding."""
     once, tokens = trainer.Program, np.arange(20 * 64 + 1) % 50
     tokens[13 * 64 + 5] = 60
     np.save(tmp_path / "x.npy", tokens)
@@ -479,7 +479,7 @@ def test_a_step_that_is_no_number_names_its_batch(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("straight")
 def test_a_slow_step_names_its_batch(monkeypatch, capsys):
-    """The clock stands still, but for 30 seconds in step 15."""
+    """Every step takes 0.25 s, except for 30 s in step 15."""
     once, now = trainer.Program, [0.0]
 
     def slow(config, mesh, documents):
@@ -538,7 +538,7 @@ def test_metrics_that_cannot_be_written_are_told(tmp_path, monkeypatch, what):
 
 
 def test_tensorboard_reads_what_was_written(half):
-    """Each step once, a step that was done again in its last form, by TensorBoard's own rule for restarts."""
+    """Each step appears once. Repeated steps replace earlier ones, by TensorBoard's rule for restarts."""
     train(config(half, steps=4, resume=True))
     found = {}
     for path in sorted((half / "tensorboard").iterdir(), key=lambda path: path.stat().st_mtime_ns):
@@ -556,8 +556,8 @@ def test_tensorboard_reads_what_was_written(half):
 
 
 def events(path):
-    """The records of an event file: length, its checksum, an event, its checksum."""
-    from tensorboardX.proto.event_pb2 import Event  # takes seconds, for it imports torch
+    """Yield the events of a file. A record is a length and its checksum, then an event and its checksum."""
+    from tensorboardX.proto.event_pb2 import Event  # takes seconds, as it imports torch
     from tensorboardX.record_writer import masked_crc32c
 
     content = path.read_bytes()
@@ -571,7 +571,7 @@ def events(path):
 
 
 def disk(free):
-    """Stands for `shutil.disk_usage`: so many bytes are free, one number a look, the last one from then on."""
+    """Stand-in for `shutil.disk_usage`: each call reports the next number of free bytes; the last one repeats."""
     left = list(free)
     return lambda _: shutil._ntuple_diskusage(10**9, 0, left.pop(0) if len(left) > 1 else left[0])
 
@@ -580,7 +580,7 @@ def disk(free):
 def test_a_full_disk_is_noticed_before_a_run_begins(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", disk([10_000]))
     refuse("has no room for a checkpoint: it needs up to 0.2 MB and .* has 0.0 MB", folder=tmp_path / "run", steps=2)
-    assert list((tmp_path / "run").iterdir()) == [], "so that it can be run again"
+    assert list((tmp_path / "run").iterdir()) == [], "the command can be repeated"
 
 
 def test_a_full_disk_is_noticed_before_a_save_begins(tmp_path, monkeypatch):
@@ -639,7 +639,7 @@ def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
 
 
 def test_a_copy_of_the_tokenizer_is_kept(tmp_path, capsys):
-    """With what belongs to it; a run that goes on may name the copy."""
+    """Together with its other files. A resumed run may name the copy."""
     (tmp_path / "given").mkdir()
     tokenizer = write_tokenizer(tmp_path / "given" / "my.json", {"import": 0, "</s>": 1, "[UNK]": 2})
     (tmp_path / "given" / "tokenizer_config.json").write_text('{"a": 1}')
@@ -697,4 +697,4 @@ def test_the_dry_run_keeps_less_for_a_kernel_that_needs_less():
         estimate(dataclasses.replace(config, kernel=k), {"data": 1, "sequence": 8}) for k in ("auto", "cudnn")
     )
     kept = "kept for the backward pass"
-    assert most.memory[kept] - least.memory[kept] == 22 * 8192 * 2048 * 2, "what rounding took from a layer's result"
+    assert most.memory[kept] - least.memory[kept] == 22 * 8192 * 2048 * 2, "cudnn keeps no float32 output"

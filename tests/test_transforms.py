@@ -1,4 +1,4 @@
-"""Both entries compose with jit, grad, checkpoint, scan, other mesh axes, and both kinds of mesh axes."""
+"""`attention` and `attention_shard` compose with jit, grad, checkpoint, scan and other mesh axes of both types."""
 
 import functools
 
@@ -28,7 +28,7 @@ def truth(mask):
 
 
 def loss_and_grads(attend, layout, devices):
-    """A function from q, k, v in text order to output and gradients, where `attend` works in layout order."""
+    """Wrap `attend`, which works in layout order, as a function of q, k, v in original order with output and gradients."""
     dout = jnp.asarray(SHAPE.arrays()["dout"])
 
     def run(q, k, v):
@@ -113,7 +113,7 @@ def test_batch_and_heads_on_other_mesh_axes(axis_type):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_attention_shard_inside_shard_map(check_vma):
-    """Documents, a learned bias and sinks enter shard_map replicated or sharded, and get their whole gradient."""
+    """Documents, a learned bias and sinks may be replicated or sharded; their gradients are complete."""
     devices = 4
     mesh = jax.make_mesh((devices,), ("sequence",), (AxisType.Auto,), devices=jax.devices()[:devices])
     shape = Shape(batch=2, length=32, heads=4, kv_heads=2, bias="alibi", sinks=True)
@@ -151,7 +151,7 @@ def test_attention_shard_inside_shard_map(check_vma):
 def test_scan_over_layers_and_checkpoint():
     devices, layers = 2, 3
     mask = sa.sliding_window(10)
-    # So small that three layers do not make much of a rounding error.
+    # Small, so that three layers do not amplify rounding errors.
     weights = jnp.asarray(np.random.default_rng(0).standard_normal((layers, 8, 8)) / 6, jnp.float32)
     x = inputs()[0]
 
@@ -183,7 +183,7 @@ def test_scan_over_layers_and_checkpoint():
 
 
 def test_segment_ids_may_be_traced():
-    """A mask made inside jit, from a batch of data, compiles once and serves every batch."""
+    """A mask that is made inside jit from a batch of data compiles once for all batches."""
     devices = 4
 
     @jax.jit
@@ -199,7 +199,7 @@ def test_segment_ids_may_be_traced():
 
 
 def test_documents_with_different_rows_on_a_data_axis():
-    """One mask has a row for each sequence, the other one row for all."""
+    """One mask has a row per sequence, the other a single row for all."""
     mesh = jax.make_mesh((2, 2), ("data", "sequence"), (AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     each = random_segments(np.random.default_rng(0), 2, SHAPE.length, longest=12)
     mask = sa.documents(each) & sa.documents(np.zeros((1, SHAPE.length), int), causal=False)
@@ -258,7 +258,7 @@ def hessian_product(attend, x, v):
     ids=str,
 )
 def test_second_derivatives_forward_over_reverse(mask, strategy):
-    """On 4 devices some blocks have rows that see no key; their log-sum-exp is no source of NaN."""
+    """On 4 devices some blocks have rows that see no key, whose log-sum-exp must not cause NaN."""
     x, v = (jax.random.normal(jax.random.key(i), (1, 16, 2, 8)) for i in (0, 1))
     visible = mask.dense(16).reshape(-1, 16, 16)
 
@@ -304,7 +304,7 @@ def test_derivatives_that_are_not_supported_say_so():
     loss = lambda x: sa.attention(x, x, x, **where).sum()  # noqa: E731
     with pytest.raises(NotImplementedError, match=r"Forward-mode derivatives.*Use jax\.grad or jax\.vjp"):
         jax.jvp(loss, (x,), (x,))
-    with pytest.raises(TypeError, match="forward-mode"):  # by JAX itself, where it finds out after this library's part
+    with pytest.raises(TypeError, match="forward-mode"):  # raised by JAX itself under jit
         jax.jvp(jax.jit(loss), (x,), (x,))
 
 

@@ -1,4 +1,4 @@
-"""Public signatures are typed for users: a type checker accepts right code and refuses wrong code."""
+"""Public signatures are typed for users: a type checker accepts correct code and rejects wrong code."""
 
 import pathlib
 
@@ -42,10 +42,10 @@ WRONG = {
 
 
 def errors(folder):
-    """The kinds of errors by line, of a file with all right code and then a line for each piece of wrong code."""
+    """Return error codes by line, for a file with all correct code followed by one line per piece of wrong code."""
     path = folder / "user.py"
     path.write_text(HEAD + RIGHT + "\n".join(WRONG) + "\n")
-    # The project's own settings, so that what `make lint` has looked at need not be looked at again.
+    # The project's own settings, so that mypy reuses the cache of `make lint`.
     options = ["--config-file", str(ROOT / "pyproject.toml"), "--cache-dir", str(ROOT / ".mypy_cache")]
     said, trouble, _ = api.run([*options, "--show-error-codes", "--no-error-summary", str(path)])
     assert trouble == ""
@@ -57,7 +57,7 @@ def errors(folder):
 
 
 def test_right_code_is_accepted_and_wrong_code_refused(tmp_path):
-    """In one test, for mypy takes a while."""
+    """A single test, because mypy is slow."""
     found = errors(tmp_path)
     last = (HEAD + RIGHT).count("\n")
     assert {line: kinds for line, kinds in found.items() if line <= last} == {}

@@ -1,4 +1,4 @@
-"""Validation: losses by position that are those of a plain model, on any mesh, and a run that does not notice."""
+"""Validation: losses by position equal those of a plain model on any mesh, and training is not affected."""
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ def test_ranges_double_up_to_the_sequence_length():
 
 @pytest.fixture
 def _short_ranges(monkeypatch):
-    """Documents of these tests have about 30 tokens, and a loss weight of 0, 1/2 or 1 for every target."""
+    """Ranges for documents of about 30 tokens, and a loss weight of 0, 1/2 or 1 for every target."""
 
     def weighted(corpus, first, count, length):
         batch = read(corpus, first, count, length)
@@ -34,7 +34,7 @@ def _short_ranges(monkeypatch):
 
 
 def plain_losses(run, weights, sequences):
-    """By range: losses times loss weights, loss weights and tokens, of a plain model with dense attention."""
+    """Return, by range, the sums of weighted losses, loss weights and tokens of a plain model with dense attention."""
     length, weights = run.config.sequence_length, jax.device_get(weights)
     starts = np.array(range_starts(length))
     sums = np.zeros((3, len(starts)))
@@ -42,7 +42,7 @@ def plain_losses(run, weights, sequences):
     for number in range(sequences):
         batch = data.rows_in_order(CORPUS, number * rows // sequences, 1, length)
         visible = sa.documents(batch.segments).dense(length)
-        context = visible.sum(axis=-1) - 1  # the tokens before it that it sees
+        context = visible.sum(axis=-1) - 1  # the number of previous tokens that it sees
         for i in range(len(starts)):
             inside = np.searchsorted(starts, context, side="right") - 1 == i
             chosen = batch._replace(weights=np.where(inside, batch.weights, np.float32(0)))
@@ -55,7 +55,7 @@ def plain_losses(run, weights, sequences):
 @pytest.mark.usefixtures("_short_ranges")
 @pytest.mark.parametrize(("mesh", "layout"), [((1, 1), "striped"), ((2, 4), "striped"), ((1, 3), "zigzag")])
 def test_losses_by_position_are_those_of_a_plain_model(mesh, layout):
-    """Five sequences in batches of two: the last batch is half filled."""
+    """Five sequences in batches of two, so the last batch is half full."""
     run = program(mesh, layout=layout)
     weights = run.fresh_state().weights
     found = HeldOut(run, CORPUS, 5).losses(weights)
@@ -70,7 +70,7 @@ def test_losses_by_position_are_those_of_a_plain_model(mesh, layout):
 
 
 def test_sequences_without_a_token_that_counts_are_refused():
-    """The first 500 tokens end documents one by one; the last 499 are one document."""
+    """The first 500 tokens are end tokens, which make empty documents; the rest is one document."""
     tokens = np.full(1000, 256, np.int32)
     tokens[500:] = 1
     run, corpus = program((1, 1)), data.Corpus(tokens, 256, 257, "it")

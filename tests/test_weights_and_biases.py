@@ -1,4 +1,4 @@
-"""--wandb: what Weights & Biases is given, and what is said when it cannot be had. A module stands for the package."""
+"""--wandb: what is logged to Weights & Biases, and the errors when it is unavailable. Uses a fake package."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from tests.test_display import metrics
 
 
 class Service(types.ModuleType):
-    """What the package `wandb` does, as far as it is used: `runs` are those that were started."""
+    """A fake of the package `wandb`; `runs` lists the runs that were started."""
 
     def __init__(self):
         super().__init__("wandb")
@@ -42,7 +42,7 @@ def config(folder, **options):
 
 
 def watched(config, step):
-    """One step of a run that logs."""
+    """Log one step of a run."""
     with Watch(step - 1, 9, quiet=False, wandb=WandbRun(config)) as watch:
         watch.keep(config.checkpoint_dir)
         watch.step(metrics(step))
@@ -62,7 +62,7 @@ def test_a_resumed_run_goes_on_with_the_same_run(service, tmp_path):
     assert first.axes == {"step": None, "*": "step"}
     assert [line["step"] for line in (*first.lines, *second.lines)] == [1, 2]
     assert first.lines[0]["loss"] == pytest.approx(3.99)
-    assert "mfu" not in first.lines[0], "nobody knows it here"
+    assert "mfu" not in first.lines[0], "unknown for this device"
     assert first.ended == 0
 
 
@@ -106,7 +106,7 @@ def test_without_the_package_one_line_says_what_to_install(monkeypatch):
 
 @pytest.mark.parametrize("more", [(), ("--dry-run",), ("--local-processes", "2")])
 def test_without_the_package_nothing_is_loaded_first(more, tmp_path, monkeypatch, capsys):
-    """Not even the data, which is not there."""
+    """Not even the data, whose path does not exist."""
     monkeypatch.setitem(sys.modules, "wandb", None)
     asked = ("--wandb", "project", "--data", str(tmp_path / "missing"), "--cpu-devices", "8", *more)
     assert cli.main(["train", *asked]) == 2

@@ -1,5 +1,5 @@
-"""The wheel of the library alone: what is in it, that it imports with the core dependencies, and what its command says
-when packages of an extra are missing."""
+"""The library's wheel: its contents, imports with only the core dependencies, and messages of the command when packages
+of an extra are missing."""
 
 import email
 import importlib.metadata
@@ -20,7 +20,7 @@ COMMANDS = ("train", "generate", "import", "export", "plan", "compile")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """What `pip wheel . --no-deps` makes. Of a copy, for setuptools leaves a folder beside the sources."""
+    """Build what `pip wheel . --no-deps` makes, from a copy: setuptools leaves a folder beside the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     nothing = shutil.ignore_patterns("__pycache__")
@@ -47,7 +47,7 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel):
 
 
 def packages(distributions):
-    """The top-level modules of these distributions and of all that they cannot do without."""
+    """Return the top-level modules of these distributions and of all that they require."""
     needed, left = set(), list(distributions)
     while left:
         name = left.pop()
@@ -60,7 +60,7 @@ def packages(distributions):
     return {module for module, of in found.items() if needed & {re.sub("[_.]", "-", name).lower() for name in of}}
 
 
-# Runs with the wheel in front and modules outside of `allowed` (all, if that is None) or in `missing` not installed.
+# Puts the wheel first on the path and hides modules in `missing` and outside of `allowed` (None allows all).
 CODE = """
 import contextlib, importlib, io, json, sys
 
@@ -95,7 +95,7 @@ print(json.dumps([said, sorted({name.split(".")[0] for name in sys.modules})]))
 
 
 def run(wheel, commands, allowed=None, missing=()):
-    """What each command says, with its exit code, and the modules that were imported for it."""
+    """Return each command's exit code and error output, and the modules that were imported by all of them."""
     asked = json.dumps([str(wheel), allowed, missing, commands])
     done = subprocess.run(
         [sys.executable, "-c", CODE, asked], env={"PATH": ""}, capture_output=True, text=True, check=False

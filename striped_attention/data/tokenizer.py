@@ -9,6 +9,7 @@ from striped_attention.errors import UsageError
 
 ENDS = ("</s>", "<|end_of_text|>", "<|endoftext|>", "<eos>", "[SEP]")
 CONFIG = "tokenizer_config.json"
+BYTE_END = "<|end|>"
 
 
 def open_tokenizer(path: pathlib.Path) -> Any:
@@ -83,3 +84,22 @@ def tokenizer_hash(path: pathlib.Path) -> str:
     said = json.loads(path.read_bytes())
     said = {key: value for key, value in said.items() if key not in ("truncation", "padding")}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def write_byte_tokenizer(folder: pathlib.Path) -> pathlib.Path:
+    """Write the tokenizer of models trained on bytes: a token per byte of UTF-8, and token 256, which ends a text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    # ByteLevel writes the printable bytes as themselves, and the others as characters from 256 on, in their order.
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE(letters, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = spelled, decoders.ByteLevel()
+    tokenizer.add_special_tokens([BYTE_END])
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": BYTE_END}
+    config["clean_up_tokenization_spaces"] = False
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"

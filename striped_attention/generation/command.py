@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import rich.console
 
 from striped_attention.core.layout import INT32_MAX
+from striped_attention.data.tokenizer import write_byte_tokenizer
 from striped_attention.errors import UsageError
 from striped_attention.generation import conversation, room, saved, text
 from striped_attention.generation import weights as files
@@ -292,19 +294,20 @@ def import_model(config: ImportConfig) -> None:
 def export_model(config: ExportConfig) -> None:
     """Run `striped export`."""
     source = find(config.model)
-    tokenizer = config.tokenizer or _own_tokenizer(source)
-    if tokenizer is not None and not tokenizer.is_file():
-        raise UsageError(f"--tokenizer {tokenizer} is not a file. Give a Hugging Face tokenizer.json.")
-    if tokenizer is not None and tokenizer.parent.resolve().is_relative_to(source.folder.resolve()):
-        for name in BESIDE:  # copied along with it, so they must lie in the folder too
-            source.file(tokenizer.parent.resolve() / name)
-    files.export_model(source, config.output, config.dtype, tokenizer, _mesh())
+    with tempfile.TemporaryDirectory() as temporary:
+        tokenizer = config.tokenizer or _own_tokenizer(source, pathlib.Path(temporary))
+        if tokenizer is not None and not tokenizer.is_file():
+            raise UsageError(f"--tokenizer {tokenizer} is not a file. Give a Hugging Face tokenizer.json.")
+        if tokenizer is not None and tokenizer.parent.resolve().is_relative_to(source.folder.resolve()):
+            for name in BESIDE:  # copied along with it, so they must lie in the folder too
+                source.file(tokenizer.parent.resolve() / name)
+        files.export_model(source, config.output, config.dtype, tokenizer, _mesh())
     print(f"{source.model.parameters:,} parameters, {config.dtype}: {config.output}", file=sys.stderr)
 
 
-def _own_tokenizer(source: Source) -> pathlib.Path | None:
-    """Return the tokenizer in a model's folder, or None."""
+def _own_tokenizer(source: Source, temporary: pathlib.Path) -> pathlib.Path | None:
+    """Return the tokenizer in a model's folder, or a new one if its tokens are bytes; None if neither is known."""
     try:
-        return source.tokenizer
+        return source.tokenizer or write_byte_tokenizer(temporary)
     except NoTokenizer:  # an export does not need one
         return None

@@ -13,5 +13,6 @@ loss_by_position    the program that computes this loss, by how many tokens of i
 watch       live display and logs of every step
 events      TensorBoard's event files
 launch      start one process or several
+output      standard output without the messages of libraries
 dry_run     estimate what a run needs, without running it
 """

@@ -24,6 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 
 from striped_attention.errors import UsageError
+from striped_attention.training.output import hide_gloo
 
 HEARTBEAT = 30  # seconds without a heartbeat after which a process counts as dead
 GRACE = 10  # seconds a process has to exit by itself after another one failed
@@ -53,13 +54,18 @@ def connect(config: Processes) -> None:
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
     if config.coordinator is not None:
         _initialize(
-            coordinator_address=config.coordinator, num_processes=config.num_processes, process_id=config.process_id
+            config,
+            coordinator_address=config.coordinator,
+            num_processes=config.num_processes,
+            process_id=config.process_id,
         )
     elif in_cluster(os.environ) or (config.cpu_devices is None and _on_cloud_tpu()):
-        _initialize()
+        _initialize(config)
 
 
-def _initialize(**where: Any) -> None:
+def _initialize(config: Processes, **where: Any) -> None:
+    if config.cpu_devices is not None:
+        hide_gloo()
     try:
         jax.distributed.initialize(**where, heartbeat_timeout_seconds=HEARTBEAT)
     except (ValueError, RuntimeError, OSError) as error:

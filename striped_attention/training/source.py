@@ -83,7 +83,10 @@ class Source:
     def ids(self) -> dict[str, Any]:
         """The model's special tokens: bos_token_id, eos_token_id, pad_token_id."""
         said = self.said | self.said.get("ids", {})  # checkpoints keep them in "ids"
-        return {name: said[name] for name in IDS if said.get(name) is not None}
+        found = {name: said[name] for name in IDS if said.get(name) is not None}
+        if self.step is not None and said.get("end") is not None:  # the token that ends the documents of a run
+            found.setdefault("eos_token_id", said["end"])
+        return found
 
     @functools.cached_property
     def generation(self) -> dict[str, Any]:
