@@ -1,4 +1,4 @@
-# Everything a newcomer needs: `make demo` and `make test` set up .venv by themselves.
+# Start with `make demo` or `make test`; both set up .venv themselves.
 PYTHON ?= python3
 JAX ?= jax
 CASES ?= 1000
@@ -9,21 +9,21 @@ PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 .PHONY: help setup demo test test-newest test-gpu test-gpu-compile test-tpu coverage lint fuzz bench report clean
 
 help:
-	@echo "make demo    train a small model on 8 virtual devices, and see what the stripes are worth"
+	@echo "make demo    train a small model on 8 virtual devices, and compare striped with contiguous layouts"
 	@echo "make test    lint, check types, run all tests          (PYTHON=python3.12, JAX=jax==0.11.2 choose versions)"
-	@echo "make test-newest    the same in .venv-newest, with the newest JAX (PYTHON=python3.12)"
-	@echo "make coverage    run all tests, print which lines and branches they reach, write build/coverage/html"
-	@echo "make test-gpu    the tests that need an NVIDIA GPU      (JAX='jax[cuda13]')"
-	@echo "make test-gpu-compile    compile for eight H200s, on any machine  (downloads JAX's compiler for GPUs, 0.7 GB)"
-	@echo "make test-tpu    compile for TPU pods, on any machine   (installs the extra 'tpu')"
-	@echo "make fuzz    random cases against the oracle           (CASES=10000)"
-	@echo "make bench   layouts and other libraries on this CPU    (installs the extra 'peers', with torch)"
+	@echo "make test-newest    the same in .venv-newest, with the newest JAX  (PYTHON=python3.12)"
+	@echo "make coverage    run all tests, print line and branch coverage, write build/coverage/html"
+	@echo "make test-gpu    run the tests that need an NVIDIA GPU  (JAX='jax[cuda13]')"
+	@echo "make test-gpu-compile    compile for eight H200s, without a GPU   (downloads JAX's compiler for GPUs, 0.7 GB)"
+	@echo "make test-tpu    compile for TPU pods, without a TPU    (installs the extra 'tpu')"
+	@echo "make fuzz    check random cases against the float64 reference  (CASES=10000)"
+	@echo "make bench   measure layouts and other libraries on this CPU   (installs the extra 'peers', with torch)"
 	@echo "make report  draw the recorded results: report.html, docs/results.md and its figures"
 	@echo "make setup   only create $(VENV) and install           (make clean removes it)"
 
 setup: $(VENV)/ready-to-test
 
-# Made anew when the dependencies, the interpreter or the version of JAX change.
+# Rebuilt if the dependencies, the interpreter or the version of JAX change.
 WANTED := $(shell $(PYTHON) -c "import sys; print(sys.version.split()[0])") $(JAX)
 ifneq ($(WANTED),$(shell cat $(VENV)/wanted 2>/dev/null))
 .PHONY: $(VENV)/ready
@@ -38,7 +38,7 @@ $(VENV)/ready: pyproject.toml benchmarks/pyproject.toml
 	@echo "$(WANTED)" > $(VENV)/wanted
 	@touch $@
 
-# What tests need besides, among it torch and transformers.
+# Further requirements of tests, including torch and transformers.
 $(VENV)/ready-to-test: $(VENV)/ready
 	$(PIP) "$(JAX)" -e ".[test,lint]" -e benchmarks
 	@touch $@
@@ -49,7 +49,7 @@ demo: $(VENV)/ready
 test: setup lint
 	$(RUN) -m pytest
 
-# Python 3.12 and newer get a newer JAX than 3.11. A venv of its own, for .venv to stay as it is.
+# Python 3.12 and newer support a newer JAX than 3.11. A separate venv leaves .venv unchanged.
 test-newest:
 	$(MAKE) test VENV=.venv-newest
 
@@ -57,7 +57,7 @@ test-gpu: setup
 	JAX_PLATFORMS=cuda XLA_PYTHON_CLIENT_PREALLOCATE=false $(RUN) -m pytest -n 0 tests/test_gpu.py \
 	    --results benchmarks/results/gpu_tests.json
 
-# JAX's compiler for GPUs in a folder of its own: in the venv, every start of JAX would look for a GPU.
+# JAX's compiler for GPUs is in a separate folder: in the venv, JAX would look for a GPU at every start.
 build/cuda/ready: $(VENV)/ready
 	rm -rf build/cuda
 	version=$$($(RUN) -c "import jax; print(jax.__version__)") && $(PIP) --no-deps --target build/cuda \

@@ -1,4 +1,4 @@
-"""A toy chat model in a Hugging Face folder, whose tokenizer has one token per character, and its oracle."""
+"""A toy chat model as a Hugging Face folder, with one token per character, and its reference implementation."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ LETTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
 
 
 def write_model(folder: pathlib.Path) -> pathlib.Path:
-    """Random weights that never choose a special token, and a tokenizer that puts <s> before every text."""
+    """Write a model with random weights that never generates special tokens, and a tokenizer that prepends <s>."""
     import torch
     import transformers
 
@@ -50,7 +50,7 @@ def write_tokenizer(path: pathlib.Path) -> None:
 
 
 def ids(text: str) -> list[int]:
-    """The tokens of a text without special ones."""
+    """Return the tokens of a text, without special tokens."""
     return [len(SPECIAL) + LETTERS.index(letter) for letter in text]
 
 
@@ -59,7 +59,7 @@ def text_of(tokens: list[int]) -> str:
 
 
 class Oracle:
-    """transformers, on the same folder, in float64."""
+    """The reference implementation: transformers with the same folder, in float64."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         import transformers
@@ -73,7 +73,7 @@ class Oracle:
         return self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
 
     def logprobs(self, tokens: list[int]) -> np.ndarray:
-        """Log probabilities of the next token, after every token."""
+        """Return the log probabilities of the next token at every position."""
         import torch
 
         with torch.no_grad():

@@ -1,7 +1,7 @@
-"""What "exact" means in these tests: attention on a mesh against the dense oracle in float64, gradients included.
+"""The definition of "exact" in these tests: attention on a mesh and its gradients agree with dense float64 attention.
 
-float32 must agree to 1e-5 of the oracle's scale; bfloat16 must stay within twice the error that plain dense bfloat16
-attention makes (or as exact as float32, where plain attention happens to make none).
+float32 must agree to 1e-5 of the reference's scale. bfloat16 may have twice the error of plain dense attention in
+bfloat16, or the tolerance of float32 where that is larger.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ FLOAT32_TOLERANCE = 1e-5
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A shape and options; all that decides which program is compiled, besides devices, layout and mask."""
+    """Shape and options: everything that determines the compiled program, besides devices, layout and mask."""
 
     batch: int = 2
     length: int = 53
@@ -40,7 +40,7 @@ class Shape:
     sinks: bool = False
 
     def arrays(self, seed: int = 0) -> dict[str, np.ndarray]:
-        """Random inputs, and the gradient `dout` that comes back into the output."""
+        """Return random inputs, and `dout`, the gradient with respect to the output."""
         rng = np.random.default_rng(seed)
         shapes = {
             "q": (self.batch, self.length, self.heads, self.dim),
@@ -58,7 +58,7 @@ class Shape:
         return arrays
 
     def options(self, arrays: dict[str, Any]) -> dict[str, Any]:
-        """The keyword arguments of `attention` and of the oracle alike."""
+        """Return the keyword arguments that `attention` and the oracle share."""
         bias = None
         if self.bias == "alibi":
             bias = sa.alibi(arrays["bias"])
@@ -73,7 +73,7 @@ def mesh_of(devices: int, name: str = "sequence") -> jax.sharding.Mesh:
 
 @functools.lru_cache(maxsize=32)
 def on_mesh(shape: Shape, devices: int, layout: Layout, **options: Any) -> Any:
-    """A function from arrays and a mask to the output and all gradients, in text order; by default of a ring."""
+    """Return a function from arrays and a mask to the output and all gradients, in sequence order; default: a ring."""
     options = {"strategy": "ring", **options}
 
     def output(arrays: dict[str, Any], mask: Mask) -> Any:
@@ -89,7 +89,7 @@ def on_mesh(shape: Shape, devices: int, layout: Layout, **options: Any) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def dense(shape: Shape) -> Any:
-    """The same for the oracle; the mask comes as a picture."""
+    """Return the same function for the oracle, which takes the mask as a dense boolean array."""
     return jax.jit(
         _with_gradients(
             lambda arrays, visible: dense_attention(*(arrays[n] for n in "qkv"), visible, **shape.options(arrays))
@@ -108,14 +108,14 @@ def _with_gradients(output: Any) -> Any:
 
 
 def expected(shape: Shape, arrays: dict[str, np.ndarray], visible: np.ndarray) -> dict[str, np.ndarray]:
-    """The truth: the oracle in float64."""
+    """Return the results of the oracle in float64."""
     with jax.enable_x64(True):
         result = dense(shape)({name: jnp.asarray(x.astype(np.float64)) for name, x in arrays.items()}, visible)
         return {name: np.asarray(x) for name, x in result.items()}
 
 
 def errors(actual: dict[str, Any], truth: dict[str, np.ndarray]) -> dict[str, float]:
-    """The largest error of every result, relative to the scale of the truth."""
+    """Return the largest error of every result, relative to the scale of the truth."""
     assert actual.keys() == truth.keys()
     found = {}
     for name, x in actual.items():
@@ -126,10 +126,10 @@ def errors(actual: dict[str, Any], truth: dict[str, np.ndarray]) -> dict[str, fl
 
 
 def smallest_scale(name: str, truth: dict[str, np.ndarray]) -> float:
-    """The scale of what a result adds up, for inputs of scale 1.
+    """Return the scale of the terms that a result sums, for inputs of scale 1.
 
-    Gradients can cancel (a softmax over one key has none), and a rounding error of the parts that cancelled is left.
-    The gradients of a bias and of sinks add up all rows, and those of ALiBi's slopes each times a distance.
+    Gradients can cancel (a softmax over one key has gradient 0), which leaves the rounding errors of the terms.
+    Gradients of a bias and of sinks sum over all rows; for ALiBi's slopes, each term is multiplied by a distance.
     """
     batch, length = truth["out"].shape[:2]
     rows = (batch * length) ** 0.5
@@ -139,7 +139,7 @@ def smallest_scale(name: str, truth: dict[str, np.ndarray]) -> float:
 
 
 def assert_exact(shape: Shape, devices: int, layout: Layout, mask: Mask, seed: int = 0, **options: Any) -> None:
-    """Attention on a mesh equals the oracle: output and all gradients."""
+    """Assert that attention on a mesh equals the oracle: output and all gradients."""
     arrays = shape.arrays(seed)
     visible = mask.dense(shape.length)
     truth = expected(shape, arrays, visible)
@@ -148,8 +148,8 @@ def assert_exact(shape: Shape, devices: int, layout: Layout, mask: Mask, seed: i
         allowed = dict.fromkeys(found, FLOAT32_TOLERANCE)
     else:
         plain = errors(dense(shape)({name: jnp.asarray(x) for name, x in arrays.items()}, visible), truth)
-        # dbias and dsinks are a handful of numbers, which plain attention may hit by luck. They are sums of the same
-        # gradients of scores that dq and dk are made of, so the error that plain attention makes there counts as well.
+        # dbias and dsinks have few elements, which plain attention may get right by chance. They sum the same score
+        # gradients as dq and dk, so the error of plain attention in dq and dk is allowed here as well.
         scores = max(plain["dq"], plain["dk"])
         allowed = {
             name: max(2 * (max(error, scores) if name in ("dbias", "dsinks") else error), FLOAT32_TOLERANCE)
@@ -160,14 +160,14 @@ def assert_exact(shape: Shape, devices: int, layout: Layout, mask: Mask, seed: i
 
 
 def factorings(devices: int) -> list[Strategy]:
-    """Every strategy of so many devices, double rings too."""
+    """Return every strategy for a number of devices, including double rings."""
     sizes = [n for n in range(1, devices + 1) if devices % n == 0]
     found = [Strategy(*some) for some in itertools.product(sizes, repeat=3) if devices % math.prod(some) == 0]
     return [one for one in found if one.inner == 1 or one.group * one.inner < devices]
 
 
 def random_segments(rng: np.random.Generator, batch: int, length: int, longest: int) -> np.ndarray:
-    """Segment ids of documents with random lengths from 1 to `longest`."""
+    """Return segment ids of documents with random lengths from 1 to `longest`."""
     rows = []
     for _ in range(batch):
         lengths = rng.integers(1, longest + 1, size=length)
@@ -176,7 +176,7 @@ def random_segments(rng: np.random.Generator, batch: int, length: int, longest: 
 
 
 def random_mask(rng: np.random.Generator, batch: int, length: int) -> Mask:
-    """Any mask there can be, as arrays: documents, causal, windows, or random monotone bounds with empty rows."""
+    """Return a random mask as arrays: documents, causal, windows, or random monotone bounds with empty rows."""
     position = np.arange(length, dtype=np.int32)
     style = rng.integers(4)
     lo, hi = np.sort(rng.integers(0, length + 1, (2, batch, length)), axis=-1).astype(np.int32)

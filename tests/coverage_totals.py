@@ -1,4 +1,4 @@
-"""The last lines of `make coverage`: lines and branches that the tests reach, of each package."""
+"""Print the last lines of `make coverage`: the line and branch coverage of each package."""
 
 import collections
 import json
@@ -17,7 +17,7 @@ def main() -> None:
     for package, found in [*sorted(sums.items()), ("both", sum(sums.values(), collections.Counter()))]:
         shares = (f"{100 * found[of] / found[among]:.2f}% of {found[among]:,} {n}" for n, (of, among) in FIELDS.items())
         print(f"{package:18} {', '.join(shares)}")
-    print("build/coverage/html/index.html shows the rest.")
+    print("Details: build/coverage/html/index.html")
 
 
 if __name__ == "__main__":

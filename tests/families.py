@@ -1,6 +1,6 @@
-"""Families: a table of toy models of transformers, one or more of every family, and what tests do with any of them.
+"""Model families: a table of toy transformers models, at least one per family, and helpers that tests use on them.
 
-A further family is a further entry: `test_families.py` runs every check on every entry.
+To add a family, add an entry: `test_families.py` runs every check on every entry.
 """
 
 import functools
@@ -42,7 +42,7 @@ YARN = dict(rope_type="yarn", rope_theta=10_000.0, factor=4.0, beta_fast=8.0, or
 
 
 def longrope(original, pairs):
-    """Phi's, with factors that differ from pair to pair, as a configuration and as what is read of it."""
+    """Return Phi's rope scaling with different factors for every pair, as a configuration and as parsed from it."""
     short, long = ([first + i / 2 for i in range(pairs)] for first in (1.0, 3.0))
     said = dict(rope_type="longrope", rope_theta=10_000.0, short_factor=short, long_factor=long)
     stretch = Stretch("longrope", 1024 / original, original, short=tuple(short), long=tuple(long))
@@ -57,8 +57,8 @@ SHORT, SHORT_STRETCH = longrope(64, 6)
 
 
 class Model(NamedTuple):
-    """What transformers calls a family, how a model differs from SHAPE, and what is to be seen of that in its
-    `ModelConfig`. Without any of the fields `matters` its scores would be others."""
+    """A family's name in transformers, options that differ from SHAPE, and the expected fields of `ModelConfig`. Each
+    of the fields in `matters` affects the scores."""
 
     family: str
     options: dict[str, Any]
@@ -120,7 +120,7 @@ MODELS = {
         ),
         ("window", "full_every", "local_theta", "stretch"),
     ),
-    "gemma 3, windows alone": Model(  # as the first layers of every Gemma 3
+    "gemma 3, windows alone": Model(  # like the first layers of every Gemma 3
         "Gemma3Text",
         dict(**GEMMA, rope_parameters=dict(sliding_attention=LOCAL, full_attention=LINEAR)),
         dict(window=7, full_every=None, rope_theta=5000.0, local_theta=200.0, stretch=Stretch("linear", 2.0)),
@@ -140,7 +140,7 @@ MODELS = {
 
 @functools.cache
 def libraries():
-    """torch and transformers, which take seconds to import and must not ask the network for anything."""
+    """Import torch and transformers, which takes seconds, without network access."""
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -154,7 +154,7 @@ def libraries():
 
 @functools.cache
 def original(name):
-    """A model of transformers whose every weight is random, and large enough to matter."""
+    """Return a transformers model whose weights are all random and large enough to matter."""
     _, transformers = libraries()
     family, options, *_ = MODELS[name]
     config = getattr(transformers, f"{family}Config")(**{**SHAPE, **options})
@@ -163,7 +163,7 @@ def original(name):
 
 
 def randomised(model, size):
-    """The model with random weights; those of norms about as large as they are at first."""
+    """Return the model with random weights; those of norms stay near their initial values."""
     torch, _ = libraries()
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -186,7 +186,7 @@ def save(name, folder, **options):
 
 
 def load(folder):
-    """What transformers makes of a folder; every weight must be known to it and none may lack."""
+    """Load a folder with transformers, which must know every weight and miss none."""
     _, transformers = libraries()
     model, told = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(told.values()), told
@@ -194,7 +194,7 @@ def load(folder):
 
 
 def stacked(folder):
-    """Everything in a folder as our model takes it, in float32."""
+    """Return the configuration and the weights of a folder in the form that our model takes, in float32."""
     config = huggingface.read_config(folder)
     found = {}
     for name, layer, array in huggingface.tensors(folder, config):
@@ -204,7 +204,7 @@ def stacked(folder):
 
 
 def our_scores(config, weights, tokens=TOKENS):
-    """The model with nothing around it: whole matrices, dense attention, text order."""
+    """Return the scores of our model without sharding: whole matrices, dense attention, sequence order."""
     length = tokens.shape[1]
     config = config.at_length(length)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)

@@ -1,9 +1,8 @@
-"""Random attention against the oracle, for as long as one likes: `make fuzz CASES=10000`.
+"""Compare random attention programs with the float64 reference: `make fuzz CASES=10000`.
 
-A *program* is what gets compiled: shape, options, dtype, layout, devices, strategy, tile. Compiling takes seconds,
-running takes milliseconds; so each program serves many cases, which differ in data and in their masks (arbitrary
-monotone ranges).
-A failure prints the two seeds that repeat it.
+A program is what gets compiled: shape, options, dtype, layout, devices, strategy, tile. Compilation takes seconds and a
+run takes milliseconds, so each program runs many cases, which differ in data and masks (arbitrary monotone ranges).
+A failure prints the two seeds that reproduce it.
 """
 
 import argparse
@@ -23,7 +22,7 @@ from tests.compare import Shape, assert_exact, factorings, random_mask
 
 
 def random_program(seed: int) -> tuple[Shape, int, Layout, Mask, Strategy]:
-    """Shape with options, devices, layout, the part of the mask that is known while tracing, and the strategy."""
+    """Return shape with options, devices, layout, the part of the mask that is static under jit, and strategy."""
     rng = np.random.default_rng(seed)
     kv_heads = int(rng.choice([1, 2, 3, 5]))
     shape = Shape(
@@ -54,7 +53,7 @@ def random_program(seed: int) -> tuple[Shape, int, Layout, Mask, Strategy]:
 
 
 def check_case(program_seed: int, case_seed: int) -> None:
-    """One random program on one random mask and random data."""
+    """Check one random program with one random mask and random data."""
     shape, devices, layout, mask, strategy = random_program(program_seed)
     rng = np.random.default_rng([program_seed, case_seed])
     mask = mask & random_mask(rng, shape.batch, shape.length)
@@ -63,9 +62,9 @@ def check_case(program_seed: int, case_seed: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=int, default=1000, help="how many cases to run")
+    parser.add_argument("--cases", type=int, default=1000, help="number of cases to run")
     parser.add_argument("--per-program", type=int, default=50, help="cases that share one compiled program")
-    parser.add_argument("--seed", type=int, default=0, help="the first program's seed; each program takes the next")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the first program; each program takes the next")
     options = parser.parse_args()
     began, failures, done = time.time(), 0, 0
     while done < options.cases:

@@ -1,7 +1,7 @@
-"""Rings of TPUs in the interpreter, against the oracle.
+"""Compare rings of TPUs, run by the Pallas interpreter, with the oracle.
 
-A program of its own: devices that wait for each other inside of callbacks need a thread each, and how many there are is
-settled when JAX starts. The interpreter does not know check_vma.
+This is a separate program, because devices that wait for each other inside callbacks need a thread each, and the number
+of threads is fixed when JAX starts. The interpreter does not support check_vma.
 """
 
 import os

@@ -1,10 +1,10 @@
-"""A team of workers in this process: JAX need not start again, nor compile again what it has compiled."""
+"""A team of workers in this process, which saves starting JAX and compiling again."""
 
 import contextlib
 
 
 class Here(contextlib.ExitStack):
-    """What `striped_bench.bench.workers.Team` is, with one rank."""
+    """Like `striped_bench.bench.workers.Team`, with one rank in this process."""
 
     alive = True
 

@@ -43,7 +43,7 @@ def named_masks(length: int, batch: int) -> dict[str, Mask]:
     ids=repr,
 )
 def test_every_layout_on_any_number_of_devices_with_arbitrary_masks(devices, layout):
-    """Every other pair; `make fuzz` tries them all."""
+    """Every other pair of layout and device count is exact here; `make fuzz` covers all pairs."""
     rng = np.random.default_rng(devices)
     shape = Shape()
     for seed in range(6):
@@ -64,7 +64,7 @@ def test_hops_that_a_window_skips_change_nothing(layout):
 def test_every_option(name):
     rng = np.random.default_rng(0)
     shape = OPTIONS[name]
-    layout = LAYOUTS[list(OPTIONS).index(name) % len(LAYOUTS)]  # `make fuzz` tries them all
+    layout = LAYOUTS[list(OPTIONS).index(name) % len(LAYOUTS)]  # `make fuzz` covers all pairs
     assert_exact(shape, 2, layout, sa.documents(random_segments(rng, 2, shape.length, 30), causal=False))
 
 
@@ -115,7 +115,7 @@ def test_a_row_that_sees_no_key_is_zero_and_so_are_its_gradients(devices, option
 
 
 def test_huge_scores_neither_overflow_nor_give_nan():
-    """Scores reach ±10,000. There float32 knows lse to 5e-4, and so the weights of merged parts and the answer."""
+    """Scores reach ±10,000, where float32 rounds lse, and so merge weights and output, to a precision of 5e-4."""
     length, devices, layout = 24, 4, sa.striped()
     rng = np.random.default_rng(0)
     q, k = rng.choice([-100.0, 100.0], (2, 1, length, 2, 4))
@@ -165,7 +165,7 @@ def test_extreme_sinks_give_finite_gradients():
 
 
 def test_arrays_padded_to_more_than_they_need():
-    """A batch padded to a fixed size, with a documents mask made for the real tokens alone: `length` says so."""
+    """A batch may be padded beyond the length of its documents mask if `length` gives the number of real tokens."""
     layout, devices, length, slots = sa.striped(), 4, 9, 16
     ids = np.array([[0, 0, 0, 1, 1, 1, 1, 2, 2]])
     x = np.random.default_rng(0).standard_normal((1, slots, 2, 4)).astype("float32")
@@ -208,7 +208,7 @@ def test_the_answer_does_not_depend_on_the_layout_or_the_devices():
 
 
 def test_deterministic_gradients_are_the_same_bits():
-    """On a CPU they always are; other kernels may be taken for it elsewhere (tests/test_kernel_hopper.py)."""
+    """CPU gradients are always deterministic; elsewhere the option may change the kernel (test_kernel_hopper.py)."""
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, 64, 2, 8)).astype("float32")
     options = dict(mesh=mesh_of(4), axis_name="sequence", layout=sa.striped(), mask=sa.causal())
 

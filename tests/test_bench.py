@@ -1,4 +1,4 @@
-"""`striped bench`: what is refused, what a summary makes of times, and the stand-ins for what a ring would send."""
+"""`striped bench`: rejected options, summaries of timings, and the stand-ins for the collectives of a ring."""
 
 import dataclasses
 import functools
@@ -88,7 +88,7 @@ def test_a_suite_measures_what_was_asked_and_else_its_own():
 
 @pytest.fixture
 def here(monkeypatch):
-    """Workers in this process, which pretends to have no GPUs afterwards."""
+    """Run workers in this process; remove the mock GPUs afterwards."""
     monkeypatch.setattr(mock, "Team", Here)
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     yield
@@ -118,7 +118,7 @@ def test_a_summary_takes_the_busiest_member():
     assert striped["both"] == 0.0125
     assert striped["over_contiguous"]["both"] == pytest.approx(1.6)
     assert striped["tflops"]["both"] == pytest.approx(280)
-    assert striped["of_ideal"]["both"] == pytest.approx(0.7), "of what one GPU did beside this ring"
+    assert striped["of_ideal"]["both"] == pytest.approx(0.7), "relative to the single-GPU rate measured with this ring"
     assert striped["bound"] == 1.75
     assert set(striped["hop_seconds"].values()) == {450 / 450e9, 450 / 50e9}
     assert striped["backward_hop_bytes"] == 3 * 450
@@ -143,10 +143,10 @@ def cases(*strategies, mask="causal", kernel="xla", layout="striped(1)"):
 def test_a_plan_settles_strategies_and_says_what_cannot_be_measured():
     asked = [*cases("ring", "heads", "gather", "heads=4", "auto", "heads=3"), *cases("ring", kernel="cudnn")]
     rows = list(gpu.plan(asked))
-    assert [row["strategy"] for row in rows if "refused" not in row] == ["ring", "heads=4", "gather=4"], "once each"
+    assert [row["strategy"] for row in rows if "refused" not in row] == ["ring", "heads=4", "gather=4"], "each one once"
     assert ["must divide the 4 devices" in row["refused"] for row in rows if "refused" in row] == [True, False]
     ring, heads, gather = rows[:3]
-    assert (ring["ranks"], heads["ranks"]) == ([0, 3], [0]), "with all heads shared out devices have the same work"
+    assert (ring["ranks"], heads["ranks"]) == ([0, 3], [0]), "if only heads are split, all devices have the same work"
     message = ring["hop_bytes"] / hardware_of("cpu").wire + hardware_of("cpu").latency
     assert ring["planned_transfer_seconds"]["forward"] == pytest.approx(3 * message)
     assert gather["planned_exposed_seconds"]["forward"] < gather["planned_transfer_seconds"]["forward"]
@@ -156,14 +156,14 @@ def test_a_plan_settles_strategies_and_says_what_cannot_be_measured():
     (documents,) = gpu.plan([gpu.Case(4, 8192, "4:2", "documents(1000)", "xla", "ring", "contiguous()")])
     pairs = count_pairs(sa.contiguous(), parse_mask("documents(1000)", 8192), 8192, 4).sum(axis=1)
     assert int(pairs.argmax()) in documents["ranks"]
-    assert documents["critical_path"] > 1, "steps are not all the longest on the same device"
+    assert documents["critical_path"] > 1, "the busiest device differs from step to step"
 
 
 @pytest.mark.usefixtures("small", "compiled_in_a_hurry")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mask", ["causal", "documents(100)"])
 def test_timed_programs_send_nothing_and_compute_on_their_own(strategy, mask):
-    """A device's answer is finite and is the same if all others have nothing but NaN."""
+    """A device's result is finite, and stays the same if all other devices hold only NaN."""
     (case,) = cases(strategy, mask=mask)
     member = gpu.Member(case, gpu._random(128, 4, 2), rank=3)
     with mock.at_home(member.mask, sums=False):
@@ -177,12 +177,12 @@ def test_timed_programs_send_nothing_and_compute_on_their_own(strategy, mask):
         assert np.isfinite(own).all()
         assert np.abs(own).max() > 0
         np.testing.assert_array_equal(own, alone)
-    assert gpu._transfers(gpu._compile(member.both, *member.arguments)), "the real program does send"
+    assert gpu._transfers(gpu._compile(member.both, *member.arguments)), "the real program has transfers"
 
 
 @pytest.mark.parametrize("groups", [None, [[0, 1], [2, 3]], [[0, 2], [1, 3]]])
 def test_the_stand_in_for_gathered_ranges_is_the_real_thing(groups):
-    """How much there is to do depends on them."""
+    """The stand-in returns the real ranges, because the amount of work depends on them."""
     mask = parse_mask("documents(10)", 64).permute(sa.striped(), 4)
     mesh, spec = Mesh(np.array(jax.devices()[:4]), ("sequence",)), PartitionSpec(None, "sequence")
 
@@ -200,7 +200,7 @@ def test_the_stand_in_for_gathered_ranges_is_the_real_thing(groups):
 
 @pytest.mark.usefixtures("small", "compiled_in_a_hurry")
 def test_answers_of_every_strategy_are_checked(monkeypatch):
-    """On virtual devices, against one device, and of the timed programs one kernel against another."""
+    """Every strategy is compared with one device, and the timed programs of one kernel with those of another."""
     asked = [*cases(*STRATEGIES, mask="documents(300)"), *cases("heads=2,gather=2", layout="zigzag()")]
     found = list(gpu.check(asked))
     assert [row["strategy"] for row in found] == [*STRATEGIES, "heads=2,gather=2"]
@@ -226,7 +226,7 @@ def test_answers_of_every_strategy_are_checked(monkeypatch):
 
 @pytest.mark.usefixtures("small", "here", "compiled_in_a_hurry")
 def test_the_suite_gpu_measures_strategies_and_writes_down_what_is_planned(monkeypatch, tmp_path, capsys):
-    """All of it, on virtual devices, with cuDNN emulated."""
+    """The whole suite runs on virtual devices, with cuDNN emulated."""
     monkeypatch.setattr(cudnn, "unavailable", lambda: None)
     monkeypatch.setattr(gpu, "SECONDS", 0.0)
     monkeypatch.setattr(gpu, "BATCHES", 1)
@@ -242,7 +242,7 @@ def test_the_suite_gpu_measures_strategies_and_writes_down_what_is_planned(monke
     for row in result["summary"]:
         pairs = count_pairs(sa.striped(), parse_mask("documents(300)", 1024), 1024, 2).sum()
         rate = 4 * pairs * 4 * 16 * 3.5 / 2 / row["both"] / 1e12
-        assert row["tflops"]["both"] == pytest.approx(rate), "of visible pairs, not of tiles"
+        assert row["tflops"]["both"] == pytest.approx(rate), "FLOPs of visible pairs, not of tiles"
         assert row["planned_transfer_seconds"]["both"] > row["planned_transfer_seconds"]["forward"] > 0
         assert row["planned_for"] == "cpu"
     assert "refused Kernel 'cudnn' cannot do this" in capsys.readouterr().out
@@ -282,14 +282,14 @@ REAL = {"needed_bytes": 100, "transfers": 9, "hidden": 7}
 
 @pytest.fixture(scope="module")
 def compiled_in_a_hurry():
-    """What a program computes and sends is looked at here, not how fast it is."""
+    """Disable most optimisations: tests inspect what a program computes and sends, not its speed."""
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 
 def only_here(x, here):
-    """The array with nothing but NaN on all devices but one, if it is split: that is what a mocked wire brings."""
+    """Return a sharded array with NaN on all devices but `here`; return a replicated array unchanged."""
     if x.sharding.is_fully_replicated:
         return x
     shards = [s.data if s.device == here else s.data * math.nan for s in x.addressable_shards]
@@ -312,14 +312,14 @@ def test_with_stand_ins_a_member_computes_from_nothing_but_its_own(strategy, tex
     sent = COLLECTIVES.findall(text)
     assert {operation for _, operation in sent} == {"all-reduce"}
     sizes = [math.prod(map(int, dims.split(","))) for shape, _ in sent for dims in re.findall(r"\[([\d,]+)\]", shape)]
-    assert max(sizes) == 128, "vectors and scalars: only the optimiser sees them"
+    assert max(sizes) == 128, "only vectors and scalars, which only the optimiser uses"
     loss, _, gradients = run(weights, inputs)
     assert loss == pytest.approx(math.log(320), rel=0.1)
     here = program.mesh.devices[0, 3]
     assert here == CASE.devices[0]
     poisoned = jax.tree.map(lambda x: only_here(x, here), weights)
     loss, _, again = run(poisoned, inputs)
-    assert math.isnan(loss), "the others have nothing to go by"
+    assert math.isnan(loss), "the loss is a sum over devices, and the others hold NaN"
     for (path, g), same in zip(jax.tree_util.tree_leaves_with_path(gradients), jax.tree.leaves(again), strict=True):
         if not path[-1].key.endswith("norm"):
             own, alone = (of_device(x, here) for x in (g, same))
@@ -330,7 +330,7 @@ def test_with_stand_ins_a_member_computes_from_nothing_but_its_own(strategy, tex
 
 @pytest.mark.usefixtures("compiled_in_a_hurry")
 def test_the_step_without_attention_keeps_all_products_of_weights(monkeypatch):
-    """As many key heads as query heads, and one chunk: if the compiler can save a product it does so here."""
+    """All matrix products remain even with one chunk and as many key as query heads, the easiest case to optimise."""
     monkeypatch.setitem(model.PRESETS, "debug", dataclasses.replace(model.PRESETS["debug"], kv_heads=4))
     case = CASE._replace(members=2, chunk=128, devices=CASE.devices[:2])
     program = case.program("contiguous", rank=1, attend=step.without_attention)
@@ -342,14 +342,14 @@ def test_the_step_without_attention_keeps_all_products_of_weights(monkeypatch):
     run = lowered.compile()
     text = run.as_text()
     assert "collective-permute" not in text
-    layer, loss = 3 * 7, 3  # forward and two backward; on a roomy device none is computed again
+    layer, loss = 3 * 7, 3  # one forward, two backward; with enough memory nothing is recomputed
     assert text.count(" dot(") >= layer + loss
     _, _, gradients = run(weights, inputs)
     assert all(np.abs(gradients["layers"][name]).max() > 0 for name in ("query", "key", "value", "output"))
 
 
 def cheap_attention(q, k, v, *, axis_name, layout, length, **_):
-    """Sends keys and values on, and that is all: the ring's own kernels take long to compile."""
+    """Only send keys and values around the ring: its real kernels take long to compile."""
     problem = Problem(axis_name, CASE.members, layout, length, length, KERNELS["xla"], 1.0)
     return step.without_attention(q, *exchange.send(problem, (k, v), *problem.rings(sa.causal()), 1), None)
 
@@ -365,14 +365,14 @@ def test_a_row_has_the_times_of_one_program_and_the_memory_and_transfers_of_anot
     assert len(row["samples"]) == 3
     assert sorted(row["samples"])[1] == row["seconds"] > 0
     assert row["tokens_per_second_per_gpu"] == pytest.approx(64 / row["seconds"])
-    assert row["mfu"] is None, "nobody knows what a CPU could do"
-    assert row["transfers"] == 4, "k and v, and their gradients; nothing is computed again"
+    assert row["mfu"] is None, "the peak FLOP/s of a CPU is unknown"
+    assert row["transfers"] == 4, "k, v and their gradients; nothing is recomputed"
     hop = 2 * 64 * 2 * 32 * 2  # k and v of 64 tokens, 2 heads of 32, in bf16
     assert row["wire_bytes"]["keys and values, forward"] == 2 * 3 * hop, "2 layers, 3 hops"
     state = 3 * 4 * sum(math.prod(shape) for shape in jax.tree.leaves(model.PRESETS["debug"].shapes, is_leaf=is_shape))
     assert state / 4 < row["needed_bytes"] < 20 * state
     wire = hardware_of("cpu").wire
-    assert sum(row["wire_bytes"].values()) / wire < row["planned_transfer_seconds"] < 0.1, "and 20 µs per message"
+    assert sum(row["wire_bytes"].values()) / wire < row["planned_transfer_seconds"] < 0.1, "plus 20 µs per message"
 
 
 def is_shape(x):
@@ -424,10 +424,10 @@ def test_steps_are_measured_with_every_strategy_once(monkeypatch):
     case = CASE._replace(strategies=("ring", "heads", "auto", "heads=4"), room=100.0)
     rows = list(step.measure_case(case))
     settled = case.program("striped", 3, strategy="auto").config.strategy
-    assert parse_strategy(settled) != AUTO, "one of those that there are"
+    assert parse_strategy(settled) != AUTO, "auto becomes a concrete strategy"
     strategies = {"ring", "heads", "heads=4", settled}
     assert {row["strategy"] for row in rows if row["attention"]} == strategies
-    assert sum(not row["attention"] for row in rows) == 1, "without attention there is no strategy"
+    assert sum(not row["attention"] for row in rows) == 1, "a step without attention has no strategy"
     assert len(list(step.summary(rows))) == 2 * len(strategies)
 
 
@@ -440,7 +440,7 @@ def test_documents_of_a_step_are_those_of_a_plan():
     whole, parts = (
         c._replace(devices=[device] * 4).rates(1.0, True)["mfu"] for c in (CASE._replace(length=8192), case)
     )
-    assert parts < whole, "pairs in different documents are no useful work"
+    assert parts < whole, "pairs across documents are not useful work"
 
 
 def test_a_step_that_does_not_fit_says_so_and_what_it_needs(monkeypatch):
@@ -537,7 +537,7 @@ def test_a_worker_hands_over_results_one_by_one(monkeypatch):
 
     results = mock.results(count, most=2)
     assert next(results) == {"row": 0}
-    assert seen == [0], "the next one is made when it is asked for"
+    assert seen == [0], "results are computed on demand"
     assert next(results) == {"row": 1}
     with pytest.raises(RuntimeError, match="it broke"):
         next(results)
@@ -560,7 +560,7 @@ def test_the_suite_step_writes_every_row_and_a_summary(capsys, monkeypatch, tmp_
         case = {"preset": "1b", "length": 65_536, "members": 8, "chunk": 4096, "kernel": "cudnn"}
         assert options == {**case, **shared}
         yield row
-        assert json.loads(path.read_text())["steps"] == [row], "what there is is safe while the next one is measured"
+        assert json.loads(path.read_text())["steps"] == [row], "finished rows are saved before the next one is measured"
         yield {**row, "layout": "striped(1)", "seconds": 1.0}
 
     monkeypatch.setattr(mock, "results", results)
@@ -578,7 +578,7 @@ def test_the_suite_step_writes_every_row_and_a_summary(capsys, monkeypatch, tmp_
 
 
 def test_a_model_that_the_kernel_cannot_do_is_refused_before_anything_is_measured(monkeypatch):
-    wide = dataclasses.replace(model.PRESETS["1b"], heads=8, kv_heads=8)  # of 256 each
+    wide = dataclasses.replace(model.PRESETS["1b"], heads=8, kv_heads=8)  # head dim 256
     monkeypatch.setitem(model.PRESETS, "1b", wide)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     message = "--presets 1b --strategies ring: Kernel 'cudnn' cannot do this: It needs a head dim"

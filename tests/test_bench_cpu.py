@@ -1,4 +1,4 @@
-"""The suites of `striped bench` that run on CPUs: from the command line to the JSON, with tiny texts."""
+"""The suites of `striped bench` that run on CPUs, from the command line to the JSON, with short sequences."""
 
 import importlib.util
 import json
@@ -25,7 +25,7 @@ from tests.team import Here
 
 @pytest.fixture
 def here(monkeypatch):
-    """All workers in this process, where nobody is tied to a core and JAX has its devices already."""
+    """Run all workers in this process, which is not pinned to a core and where JAX already has its devices."""
     for module in (blocks, overhead, peers, rings):
         monkeypatch.setattr(module, "Team", Here)
     for module in (blocks, overhead, rings):
@@ -36,7 +36,7 @@ def here(monkeypatch):
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled_in_a_hurry():
-    """Here and in the processes of a suite: how fast they are is not looked at."""
+    """Disable most optimisations, here and in the processes of a suite: their speed is not tested."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
         patch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
@@ -47,7 +47,7 @@ def compiled_in_a_hurry():
 
 @pytest.fixture
 def bench(tmp_path):
-    """Runs a suite and reads its result."""
+    """Return a function that runs a suite and reads its result."""
 
     def run(command):
         path = tmp_path / "result.json"
@@ -92,7 +92,7 @@ def test_layouts_are_timed_on_the_clock_and_by_their_critical_paths(bench, capsy
 
 
 def test_two_processes_with_a_core_each_compute_one_attention():
-    """Real ones, joined by jax.distributed."""
+    """Two real processes, connected by jax.distributed, return the right result."""
     checks = []
     (row,) = rings.wall([sa.contiguous()], [32], 1, checks)
     assert row["over_contiguous"] == {"forward": 1, "both": 1}
@@ -102,7 +102,7 @@ def test_two_processes_with_a_core_each_compute_one_attention():
 
 
 class Subject:
-    """Something that a worker holds."""
+    """An object that a worker holds."""
 
     def __init__(self, rank, ranks, port, broken=False):
         self.rank = rank
@@ -130,7 +130,7 @@ def test_ranks_own_their_cores_and_are_ended_together(capfd):
         assert team.ask("cores") == [[core] for core in cores]
         with pytest.raises(WorkerError, match=r"^ValueError: first line$"):
             team.ask("fail", 1)
-        assert not team.alive, "the other one would sleep for ever"
+        assert not team.alive, "the other rank would sleep forever"
         with pytest.raises(WorkerError, match="already ended"):
             team.ask("cores")
     assert "second line" in capfd.readouterr().err
@@ -168,15 +168,15 @@ def test_masks_say_how_busy_the_busiest_device_is(bench):
     rows = bench(f"masks --masks {' '.join(asked)} --devices 2 --lengths 128 --layouts zigzag --rounds 1")["rows"]
     assert list(dict.fromkeys(row["mask"] for row in rows)) == asked
     assert layouts_of(rows) == ["contiguous()", "zigzag()"] * len(asked)
-    assert all(1 <= row["imbalance"] <= 2 for row in rows), "2 if one of two devices does everything"
+    assert all(1 <= row["imbalance"] <= 2 for row in rows), "2 if one of two devices does all the work"
     assert rows[1]["bound"] == pytest.approx(1.5, abs=0.01)
-    assert rows[9]["bound"] == 1, "four documents of 32: both layouts give either device two"
+    assert rows[9]["bound"] == 1, "four documents of 32 tokens: both layouts assign two to each device"
 
 
 @pytest.mark.usefixtures("here")
 def test_a_gpu_is_given_more_heads_in_bfloat16(bench, monkeypatch):
     monkeypatch.setitem(problem.SHAPES, "gpu", problem.Shape(4, 2, 8, "bfloat16"))
-    monkeypatch.setitem(blocks.PLATFORMS, "gpu", "cpu")  # this test has none
+    monkeypatch.setitem(blocks.PLATFORMS, "gpu", "cpu")  # this test has no GPU
     options = "--platform gpu --tiles 16 --devices 2 --lengths 128 --layouts zigzag --rounds 1"
     result = bench(f"tiles {options} --masks documents(20)")
     assert result["configuration"]["dtype"] == "bfloat16"
@@ -215,7 +215,7 @@ def test_masks_of_documents_are_as_long_as_they_say():
 
 @pytest.mark.usefixtures("here")
 def test_overhead_times_every_part_of_a_layer(bench, monkeypatch):
-    alone = {overhead.Layer: Here, overhead.Wire: Team}  # what is sent needs somebody to send it to
+    alone = {overhead.Layer: Here, overhead.Wire: Team}  # transfers need a second process
     monkeypatch.setattr(overhead, "Team", lambda kind, cores, **options: alone[kind](kind, cores, **options))
     result = bench("overhead --presets debug --devices 4 --lengths 64 --layouts striped(4) --rounds 2")
     what = ["attention", "merges", "projections", "feed-forward", "loss", "permute", "hops"]
@@ -267,7 +267,7 @@ def test_peers_that_are_not_installed_are_named_with_the_way_to_get_them(monkeyp
 
 
 class Clock:
-    """A contestant that knows the answer, or nearly, and takes as long as it is told."""
+    """A contestant that takes `seconds` and returns the right answer, with dv multiplied by `off`."""
 
     def __init__(self, seconds, off=1.0, **_):
         self.seconds, self.off = seconds, off
@@ -301,7 +301,7 @@ def test_peers_are_checked_and_compared_with_ours(bench, monkeypatch):
     assert [(entry["status"], entry["wrong"]) for entry in result["contestants"]] == [
         *(("right", []), ("wrong", ["dv"]), ("right", []))
     ]
-    assert result["contestants"][1]["lengths"]["1024"]["both"]["seconds"] == [0.5, 0.5], "called wrong, and timed"
+    assert result["contestants"][1]["lengths"]["1024"]["both"]["seconds"] == [0.5, 0.5], "reported as wrong, but timed"
     assert result["fastest_jax_peer"]["1024"]["both"] == {"name": "b", "times_ours": 3.0}
     timed[0] = ("ours", "ours", 1.0, 1.001)
     with pytest.raises(RuntimeError, match="ours gives a wrong answer at 1024 tokens: dv"):
@@ -309,7 +309,7 @@ def test_peers_are_checked_and_compared_with_ours(bench, monkeypatch):
 
 
 class Broken(Here):
-    """Its times are not asked for."""
+    """A team that must not be asked for times."""
 
     def ask(self, method, *arguments):
         return pytest.fail("timed") if method == "ask" else super().ask(method, *arguments)

@@ -1,4 +1,4 @@
-"""`striped bench trainers`: our trainer and a plain PyTorch one start from equal weights and stay equal."""
+"""`striped bench trainers`: our trainer and a plain PyTorch one start from equal weights and keep equal losses."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ from striped_attention.runtime.record import version
 
 
 class Here:
-    """A team in this process, which answers as one in a process of its own."""
+    """A stand-in for `workers.Team` that runs its one rank in this process."""
 
     def __init__(self, kind, cores, **job):
         self.held = kind(rank=0, ranks=1, port=0, **job)
@@ -41,7 +41,7 @@ def tiny(monkeypatch):
 def test_losses_are_those_of_plain_torch(text, capsys):
     ours, theirs = trainers.compare("debug", 128, text, rounds=2)
     assert ours["loss_difference"] < 1e-5
-    assert ours["losses"][-1] < ours["losses"][0] - 0.2, "it learns"
+    assert ours["losses"][-1] < ours["losses"][0] - 0.2, "the loss must fall"
     assert (ours["trainer"], theirs["trainer"], theirs["over_torch"]) == ("striped", "torch", 1)
     assert all(row["fits"] and len(row["samples"]) == 2 for row in (ours, theirs))
     assert (ours["remat"], ours["kernel"], ours["device"]) == ("none", "xla", "cpu")
@@ -52,14 +52,14 @@ def test_losses_are_those_of_plain_torch(text, capsys):
 
 @pytest.mark.usefixtures("tiny")
 def test_ours_takes_the_memory_that_there_is_as_striped_train_does(monkeypatch):
-    """Next to none: everything is computed again."""
+    """With almost no memory available, everything is recomputed."""
     monkeypatch.setattr(trainers.memory, "available", lambda share: 1.0)
     monkeypatch.setattr(trainers, "CHECKED", 1)
     assert next(trainers.compare("debug", 128, "whole", rounds=1))["remat"] == "full"
 
 
 class Told:
-    """Trainers that answer what they are told; torch needs more memory than there is, unless it keeps little."""
+    """Trainers with fixed answers; torch runs out of memory unless `fits` is "always" or names an enabled option."""
 
     losses = [1.0] * 22
     fits = "recompute"
@@ -110,7 +110,7 @@ def test_our_row_is_there_before_torch_starts(monkeypatch):
     monkeypatch.setattr(trainers, "Team", Told)
     rows = trainers.compare("debug", 128, "whole", rounds=2)
     assert next(rows)["trainer"] == "striped"
-    monkeypatch.setattr(Told, "ask", None)  # torch, or whoever measures, ends here
+    monkeypatch.setattr(Told, "ask", None)  # PyTorch, or the benchmark itself, fails here
     with pytest.raises(TypeError):
         next(rows)
 

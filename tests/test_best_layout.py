@@ -1,4 +1,4 @@
-"""`sa.best_layout`: the layout follows the mask, the strategy and the hardware."""
+"""`sa.best_layout`: the best layout depends on the mask, the strategy and the hardware."""
 
 import logging
 
@@ -25,7 +25,7 @@ def test_devices_that_have_the_whole_sequence_need_no_permutation():
 
 
 def test_it_is_the_fastest_of_a_plan():
-    """The planner compares the same layouts for whole training steps."""
+    """It equals the best layout of the planner, which compares the same layouts for whole training steps."""
     mask = packed(65_536, 1800)
     plan = sa.plan(8, 65_536, mask=mask, hardware="h200", model="llama3-8b")
     assert sa.best_layout(65_536, 8, mask=mask, strategy="ring", hardware="h200") == plan.best.layout

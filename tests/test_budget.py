@@ -1,4 +1,4 @@
-"""What a step keeps for its backward pass, and how large its chunks are: as much as fits into a device's memory."""
+"""Memory budget: a step keeps as much for its backward pass, and uses as large chunks, as fits on a device."""
 
 import dataclasses
 import itertools
@@ -28,9 +28,9 @@ def test_options_go_from_the_fastest_to_the_most_frugal():
     found = budget.options("auto", None, 32_768)
     assert found[0] == ("none", 32_768)
     assert found[-1] == ("full", 1024)
-    assert sorted(dict(found), key=REMAT.index) == list(dict(found)), "each kind after the one that keeps more"
+    assert sorted(dict(found), key=REMAT.index) == list(dict(found)), "kinds that keep more come first"
     assert ("attention", 1024) in found
-    assert ("qkv", 1024) not in found, "small chunks cost more than what qkv saves"
+    assert ("qkv", 1024) not in found, "small chunks cost more than recomputing the inputs of attention"
     assert budget.options("full", None, 20_000) == [("full", size) for size in (8192, 4096, 2048, 1024)]
     assert budget.options("qkv", None, 3000) == [("qkv", 3000), ("qkv", 1500)]
     assert budget.options("auto", 512, 20_000) == [(kind, 512) for kind in REMAT]
@@ -70,7 +70,7 @@ def test_a_roomy_gpu_keeps_everything_and_a_small_one_is_frugal():
     assert estimate(tight, MESH).total_memory <= 0.9 * HARDWARE["h100"].memory
     half = settle(dataclasses.replace(one, memory=0.2), {"data": 1, "sequence": 1}, False, "gpu", "NVIDIA H200")
     assert half.remat != "none"
-    assert settle(roomy, {"data": 1, "sequence": 1}, False, "gpu", "NVIDIA A100") == roomy, "what was said stays"
+    assert settle(roomy, {"data": 1, "sequence": 1}, False, "gpu", "NVIDIA A100") == roomy, "explicit settings are kept"
 
 
 def test_a_program_that_needs_more_than_estimated_makes_room_for_a_smaller_one():
@@ -87,7 +87,7 @@ def test_a_program_that_needs_more_than_estimated_makes_room_for_a_smaller_one()
     assert smaller.config.remat != "none"
     assert "of memory per device: trying --remat" in said[0]
     fixed = dataclasses.replace(asked, remat="none", chunk=2048)
-    assert memory.fitting(roomy, fixed, 1.0, said.append) is roomy, "nothing else was allowed"
+    assert memory.fitting(roomy, fixed, 1.0, said.append) is roomy, "the options are fixed"
     assert "more than the 1 B that --memory allows, and no setting that needs less is left" in said[-1]
 
 
@@ -100,7 +100,7 @@ def test_a_program_that_needs_more_than_estimated_makes_room_for_a_smaller_one()
     ],
 )
 def test_what_a_run_may_use_of_an_accelerator(platform, stats, expected, monkeypatch):
-    """Of a GPU JAX was told before how much it may take."""
+    """On a GPU, `bytes_limit` already includes the fraction that JAX received at startup."""
     device = types.SimpleNamespace(platform=platform, device_kind="NVIDIA H200", memory_stats=lambda: stats)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     assert memory.available(0.5) == expected
@@ -110,7 +110,7 @@ def test_cpu_devices_share_the_memory_of_the_machine(monkeypatch):
     whole = memory.available(1.0) * jax.local_device_count()
     assert whole == pytest.approx(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     monkeypatch.setattr(memory, "_of_everybody", lambda number: np.array([number, number, number + 1]))
-    assert memory.available(0.9) == pytest.approx(0.9 * whole / 2 / jax.local_device_count()), "of three, two are here"
+    assert memory.available(0.9) == pytest.approx(0.9 * whole / 2 / jax.local_device_count()), "2 of 3 processes here"
 
 
 def test_jax_may_take_as_much_of_a_gpu_as_a_run_may_use(monkeypatch):
@@ -118,7 +118,7 @@ def test_jax_may_take_as_much_of_a_gpu_as_a_run_may_use(monkeypatch):
     memory.reserve(0.9)
     assert os.environ[memory.FRACTION] == "0.9"
     memory.reserve(0.5)
-    assert os.environ[memory.FRACTION] == "0.9", "what the environment says counts"
+    assert os.environ[memory.FRACTION] == "0.9", "the environment takes precedence"
 
 
 def test_the_dry_run_and_the_plan_say_what_was_chosen(capsys):

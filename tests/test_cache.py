@@ -1,4 +1,4 @@
-"""The cache: where tokens lie, what is refused, and that growing texts get the attention of whole ones."""
+"""The KV cache: slots of tokens, rejected input, and attention over growing sequences equal to that over whole ones."""
 
 import dataclasses
 import functools
@@ -21,13 +21,13 @@ BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 29, 4, 2, 8
 
 
 def text(length=LENGTH, heads=HEADS, kv_heads=KV_HEADS, dim=DIM, dtype=np.float32):
-    """Queries, keys and values of two texts."""
+    """Return random queries, keys and values of two sequences."""
     random = np.random.default_rng(0)
     return tuple(random.standard_normal((BATCH, length, n, dim)).astype(dtype) for n in (heads, kv_heads, kv_heads))
 
 
 def truth(q, k, v, window=None, **options):
-    """Causal attention in float64."""
+    """Return causal attention in float64."""
     i, j = np.mgrid[: q.shape[1], : q.shape[1]]
     seen = (j <= i) & (i - j < (window or q.shape[1]))
     with jax.enable_x64(True):
@@ -66,7 +66,7 @@ def test_token_by_token_is_attention_over_the_text(layout, devices, window):
     wanted = truth(q, k, v, window)
     cache = empty(devices, layout, window=window)
     if window is not None:
-        assert cache.capacity < LENGTH  # so slots are written over
+        assert cache.capacity < LENGTH  # so slots are overwritten
     for i in range(LENGTH):
         cache, out = decode(cache, *(x[:, i : i + 1] for x in (q, k, v)))
         assert_close(out[:, 0], wanted[:, i], i)
@@ -81,7 +81,7 @@ def test_token_by_token_is_attention_over_the_text(layout, devices, window):
     ids=str,
 )
 def test_a_prompt_in_pieces_and_tokens_after_it(layout, devices, window):
-    """Pieces that end at different places in the two texts, one of them without a token; then tokens one by one."""
+    """Prefill in ragged chunks, one of them empty for one sequence, then decoding, match attention over the whole."""
     q, k, v = text()
     wanted = truth(q, k, v, window)
     cache = empty(devices, layout, window=window)
@@ -115,7 +115,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize(("name", "window"), [*((name, None) for name in OPTIONS), ("alibi", 6)])
 def test_options_of_attention(name, window):
-    """After 8 tokens: 8 more at once, then one."""
+    """After 8 cached tokens, a prefill of 8 more and decoding one token apply every option."""
     q, k, v = text()
     options = OPTIONS[name]
     wanted = truth(q, k, v, window, **options)
@@ -133,7 +133,7 @@ def test_options_of_attention(name, window):
 
 
 def test_several_tokens_at_once():
-    """As when a smaller model has guessed them: appended together, each sees those before it."""
+    """Tokens appended together, as in speculative decoding, each see those before them."""
     q, k, v = text()
     for window in (None, 5):
         wanted = truth(q, k, v, window)
@@ -171,7 +171,7 @@ def test_heads_and_texts_can_be_split_too():
 
 @pytest.mark.parametrize("explicit", [False, True])
 def test_under_a_mesh_that_was_set(explicit):
-    """`jax.make_mesh` makes explicit axes: there shardings are part of an array's type."""
+    """A cache works with the explicit axes of `jax.make_mesh`, where shardings are part of an array's type."""
     kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
     mesh = jax.make_mesh((4,), ("sequence",), (kind,), devices=jax.devices()[:4])
     q, k, v = text()
@@ -200,7 +200,7 @@ def test_the_fullest_device_has_at_most_a_stripe_more(devices, stripe, room, tok
 
 
 def test_slots_fill_as_the_layout_says():
-    """What the rule above counts is what lies in the arrays."""
+    """The arrays hold as many tokens per device as `count_before` returns, in the order of the layout."""
     _, k, v = text()
     layout = sa.striped(2)
     cache = empty(4, layout)
@@ -233,7 +233,7 @@ def test_what_does_not_fit_is_refused_before_it_is_written():
         sa.prefill_attention(q[:, 6:10], k[:, 6:10], v[:, 6:10], cache)
     assert np.array_equal(before, cache.key)
     assert cache.append(k[:, 6:9], v[:, 6:9], jnp.array([2, 0], jnp.int32)).lengths.tolist() == [8, 6]
-    traced = jax.jit(lambda cache, *new: cache.append(*new))(cache, k[:, 6:9], v[:, 6:9])  # cannot raise
+    traced = jax.jit(lambda cache, *new: cache.append(*new))(cache, k[:, 6:9], v[:, 6:9])  # cannot raise under jit
     kept = sa.striped().restore(np.asarray(traced.key), 4, 2)
     assert np.array_equal(kept, k[:, :8].swapaxes(1, 2))
 
@@ -324,12 +324,12 @@ def test_what_the_kernel_for_gpus_leaves_to_the_plain_one(monkeypatch):
         match=r"The Triton kernel for decoding on GPUs requires JAX before 0\.13; this is JAX 0\.13",
     ):
         assert not can()
-    assert not can(), "told once"
+    assert not can(), "warned only once"
 
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_prefill_attends_to_the_cache_by_the_kernel_that_was_asked_for(monkeypatch, window):
-    """Every part of it: with a kernel that notes its blocks, no other one runs."""
+    """The requested kernel, which records its blocks, computes all of them; no other kernel runs."""
     from striped_attention.kernels import choice, xla
 
     ran = []

@@ -1,4 +1,4 @@
-"""`striped generate --chat`: conversations in a model's template, prompts by prompts and interactively."""
+"""`striped generate --chat`: conversations in the model's chat template, from prompts and interactively."""
 
 import io
 import json
@@ -24,7 +24,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def copied(model, tmp_path):
-    """A copy to be changed."""
+    """A copy of the model that a test may change."""
     return shutil.copytree(model, tmp_path / "model")
 
 
@@ -41,7 +41,7 @@ def rows(out):
 
 
 def test_a_prompt_becomes_a_users_message(model, capsys):
-    """The tokens are those of transformers. <s> stands there once: the template writes it, the tokenizer does not."""
+    """The tokens equal those of transformers, with one <s>: the template adds it, the tokenizer does not."""
     theirs = oracle(model)
     prompt = theirs.prompt([user("Hello!")])
     assert prompt.count(1) == 1
@@ -92,12 +92,12 @@ def test_standard_input_that_is_no_terminal_is_one_message(model, capsys, monkey
 
 
 def test_a_special_token_ends_an_answer_and_its_name_may_be_a_stop_string(copied, capsys):
-    """eos_token_id names another token than the tokenizer's own end, which ends an answer in a chat too."""
+    """In a chat the tokenizer's end token ends an answer, even if eos_token_id names another token."""
     theirs = oracle(copied)
     prompt = theirs.prompt([user("Hello!")])
     free = theirs.greedy(prompt, STEPS)
     at = next(i for i in range(2, STEPS) if free[i] not in free[:i])
-    # The token that is generated there gets the name of a special one.
+    # Mark the token that is generated there as special.
     renamed = text_of([free[at]])
     config = json.loads((copied / "tokenizer.json").read_text())
     config["added_tokens"].append({**config["added_tokens"][0], "id": free[at], "content": renamed})
@@ -117,7 +117,7 @@ def test_a_special_token_ends_an_answer_and_its_name_may_be_a_stop_string(copied
 
 
 class Spy:
-    """What an engine has prefilled, and how often its cache was cleared."""
+    """Records what an engine prefills and how often its cache is cleared."""
 
     def __init__(self, monkeypatch):
         self.read, self.cleared = [], 0
@@ -138,7 +138,7 @@ class Spy:
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Type lines into a pseudo-terminal that is standard input."""
+    """Make a pseudo-terminal standard input; return a function that types into it."""
     keyboard, screen = pty.openpty()
     with os.fdopen(screen, encoding="utf-8") as stdin:
         monkeypatch.setattr("sys.stdin", stdin)
@@ -159,15 +159,15 @@ def test_a_conversation_keeps_its_cache(model, capsys, monkeypatch, terminal, en
     code, out, err = generate(capsys, "--model", model, *COMMON, "--chat", "--system", "no")
     assert code == 0
     assert out == "".join(f"> {answer}\n" for answer in wanted) + "> " + "\n" * (end == "\x04")
-    assert "a cache for 1 × 128 tokens" in err, "the model's positions, if they are fewer than 8,192"
+    assert "a cache for 1 × 128 tokens" in err, "the model's maximum length, because it is below 8,192"
     assert spy.cleared == 0
     assert spy.read[0] == prompts[0]
     for turn in (1, 2):
-        assert spy.read[turn] == prompts[turn][len(prompts[turn - 1]) + STEPS :], "only what is new"
+        assert spy.read[turn] == prompts[turn][len(prompts[turn - 1]) + STEPS :], "only the new tokens"
 
 
 def test_a_conversation_that_is_told_otherwise_starts_anew(copied, capsys, monkeypatch, terminal):
-    """A template that leaves earlier answers out, as those of reasoning models leave out their thoughts."""
+    """A template that drops earlier answers, as those of reasoning models drop thoughts, forces a new prefill."""
     forgetful = TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'] if message.role == 'user' }}")
     (copied / "chat_template.jinja").write_text(forgetful)
     spy, theirs = Spy(monkeypatch), oracle(copied)
@@ -197,7 +197,7 @@ def test_a_conversation_that_outgrows_its_cache_says_so(model, capsys, terminal)
     terminal("Hello!\nand?\n\n")
     code, out, err = generate(capsys, "--model", model, *COMMON, "--chat", "--capacity", 20)
     assert code == 2
-    assert out.count(">") == 2, "the first is answered"
+    assert out.count(">") == 2, "the first message is answered"
     assert err.splitlines()[-1].startswith("striped: The conversation has 24 tokens and does not fit in --capacity 20.")
 
 

@@ -1,4 +1,4 @@
-"""Mistakes that used to give wrong numbers in silence: now they raise, or the result is NaN."""
+"""Mistakes that would silently give wrong results: they raise, or the result is NaN."""
 
 import warnings
 
@@ -84,7 +84,7 @@ def test_gradients_are_nan_too():
 
 
 def test_padding_that_counts_as_real_raises():
-    """A full mask sees all slots; padding among them unless `length` says that it is."""
+    """A full mask covers all slots, including padding, unless `length` gives the number of real tokens."""
     layout = sa.striped()
     x, positions = layout.permute(X, axis=1, **WHERE), layout.permute(POSITION, axis=0, **WHERE)
     with pytest.raises(ValueError, match="pass length="):
@@ -116,13 +116,13 @@ def test_a_shard_compares_its_own_positions():
     run = jax.jit(jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=specs[0]))
     x, right = jnp.ones((1, 32, 2, 8)), sa.striped().order(32, 4)
     assert np.isfinite(run(x, right)).all()
-    found = run(x, np.r_[right[:8], np.arange(8, 32)].astype(np.int32))  # right on the first device alone
+    found = run(x, np.r_[right[:8], np.arange(8, 32)].astype(np.int32))  # right only on the first device
     assert np.isfinite(found[:, :8]).all()
     assert np.isnan(found[:, 8:]).all()
 
 
 def said(caplog, function, *arguments):
-    """The result of a program, and the errors that it logged while it ran."""
+    """Run a function under jit; return its result and the errors that it logged."""
     caplog.clear()
     found = jax.block_until_ready(jax.jit(function)(*arguments))
     jax.effects_barrier()
@@ -159,7 +159,7 @@ def cache_of(capacity, window=None):
 
 
 def test_a_cache_that_overflows_under_jit_gives_nan():
-    """Of the sequence that has too many tokens, from then on; the other one goes on."""
+    """Only the sequence with too many tokens becomes NaN, from then on; the other one is unaffected."""
     cache = cache_of(8)
     x = jnp.asarray(RNG.standard_normal((2, 4, 1, 8)), jnp.float32)
     append = jax.jit(lambda cache, counts: cache.append(x, x, counts))
@@ -203,7 +203,7 @@ def test_positions_of_a_prompt_are_checked():
     assert np.isfinite(sa.prefill_attention(x, x, x, cache, positions=later)[0]).all()
     off = "Every position is 8 too small: slot 0 holds position 0, but the layout puts 8 there"
     with pytest.raises(ValueError, match=off):
-        sa.prefill_attention(x, x, x, cache, positions=np.stack([order] * 2))  # not after what is in the cache
+        sa.prefill_attention(x, x, x, cache, positions=np.stack([order] * 2))  # ignores the tokens in the cache
     unpermuted = "not in the order of striped.* slot 1 holds position 9, but the layout puts 12 there.*nothing was perm"
     with pytest.raises(ValueError, match=unpermuted):
         sa.prefill_attention(x, x, x, cache, positions=np.asarray(cache.lengths)[:, None] + np.arange(8, dtype="int32"))
@@ -229,6 +229,6 @@ def test_compiler_options_leave_out_what_xla_does_not_know(monkeypatch):
     assert found == KNOWN
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert sa.compiler_options("gpu") == found  # asked once
+        assert sa.compiler_options("gpu") == found  # XLA is asked only once
     step = jax.jit(lambda x: x + 1, compiler_options=sa.compiler_options())
     assert step(1) == 2

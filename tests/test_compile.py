@@ -1,4 +1,4 @@
-"""`striped compile` where it needs no compiler for TPUs: what it refuses, and how it finds the longest length."""
+"""`striped compile` without the compiler for TPUs: rejected options, and the search for the longest sequence."""
 
 import importlib.util
 
@@ -69,7 +69,7 @@ def test_the_longest_length_is_found(first, most):
 
 
 def test_what_compilers_say_of_memory():
-    """Words of XLA's."""
+    """The needed and the available memory are read from the messages of XLA."""
     giga = 2**30
     for said, wanted in [
         ("memory required for HLO temporaries (71.01G) exceeds available HBM (30.75G).", (71.01 * giga, 30.75 * giga)),

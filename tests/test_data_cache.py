@@ -1,4 +1,4 @@
-"""Tokens on disk: made once, made again when something has changed, by one process of several; damage is found out."""
+"""Tokens on disk: built once, by one of several processes; rebuilt after changes; checked for damage."""
 
 import concurrent.futures
 import contextlib
@@ -26,7 +26,7 @@ def source(tmp_path):
 
 @pytest.fixture
 def builds(monkeypatch):
-    """What was tokenised, in order."""
+    """The sources that were tokenised, in order."""
     done = []
     monkeypatch.setattr(cache, "build", lambda files, *rest: (done.append(files.source), build.build(files, *rest))[1])
     return done
@@ -102,7 +102,7 @@ load(sys.argv[1], cache=pathlib.Path(sys.argv[2]))
 
 
 def waiting(call, monkeypatch):
-    """Make a call in a thread; returns what it will return, once it has said that it waits for somebody else."""
+    """Make a call in a thread; return its future as soon as it reports that it waits for another process."""
     said = threading.Event()
     monkeypatch.setattr(cache, "say", lambda text: said.set() if "waiting for it" in text else None)
     answer = concurrent.futures.ThreadPoolExecutor(1).submit(call)
@@ -142,7 +142,7 @@ def test_when_the_process_that_tokenises_is_killed_another_one_does_it(tmp_path,
 
 @pytest.fixture
 def made(tmp_path, source):
-    """A folder that `striped tokenize` wrote."""
+    """A folder written by `striped tokenize`."""
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json", {"one": 0, "two": 1, "</s>": 2, "[UNK]": 3})
     (tmp_path / "tokenizer_config.json").write_text("{}")
     arguments = ["tokenize", source, source, "--tokenizer", tokenizer, "--output", tmp_path / "made"]
@@ -161,7 +161,7 @@ def test_striped_tokenize_says_what_it_found_and_keeps_the_tokenizer(made, tmp_p
 
 
 def change(folder, **values):
-    """Other values in meta.json; None removes one."""
+    """Change values in meta.json; None removes a key."""
     said = json.loads((folder / "meta.json").read_text()) | values
     said = {key: value for key, value in said.items() if value is not None or key not in values}
     (folder / "meta.json").write_text(json.dumps(said))
@@ -271,7 +271,7 @@ def test_a_folder_of_the_user_and_the_work_of_others_are_left_alone(tmp_path, so
 
 @pytest.fixture
 def _python_s_own_ctrl_c():
-    """Where a shell starts the tests in the background, they begin with Ctrl-C ignored."""
+    """Restore Python's handler of Ctrl-C: a shell that starts the tests in the background makes them ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -1,4 +1,4 @@
-"""What counts in the loss: spans of a text, and the answers of conversations, against straightforward references."""
+"""Tokens that count in the loss: spans of a text and answers of conversations, against simple references."""
 
 import json
 
@@ -113,7 +113,7 @@ def test_answers_count_as_transformers_has_it(tmp_path, tokenizer, template):
 
 
 def test_conversations_of_a_table_have_no_holes(tmp_path, tokenizer):
-    """A table gives every message every field; a template asks which are there."""
+    """A table fills missing fields of messages with null; a template must see them as undefined."""
     import pyarrow.parquet
 
     template = PLAIN.replace("{{ message.role }}", "{{ message.role }}{{ 'tool' if message.tool is defined else '' }}")

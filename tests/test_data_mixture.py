@@ -1,4 +1,4 @@
-"""Mixtures: every source has its exact share of the rows, in an order that depends on the seed and the place alone."""
+"""Mixtures: every source supplies its exact share of the rows, in an order that depends only on seed and position."""
 
 import collections
 from fractions import Fraction
@@ -38,7 +38,7 @@ def test_shares_are_exact_and_no_row_is_lost_or_twice(weights, seed, block):
             numbers = sorted(number for part, number in drawn if part == i)
             exact = weight / total * start
             assert numbers == list(range(min(numbers, default=0), min(numbers, default=0) + len(numbers)))
-            assert not numbers or abs(numbers[0] - exact) <= len(weights), "it has had its share before"
+            assert not numbers or abs(numbers[0] - exact) <= len(weights), "it has supplied its share up to here"
             assert abs(len(numbers) - weight / total * size) <= len(weights)
             counts[i] += len(numbers)
     assert sum(counts.values()) == 2 * BLOCK
@@ -57,12 +57,12 @@ def test_every_source_passes_through_its_own_rows():
 def test_a_batch_of_a_mixture_depends_on_its_place_alone():
     mixed = mixture(1, 2)
     whole = data.read(mixed, 500, range(40), 4, seed=1)
-    for first in (0, 17):  # in another process, which has drawn nothing before
+    for first in (0, 17):  # as in another process that has sampled nothing before
         part = data.read(mixture(1, 2), 500 + first, range(3), 4, seed=1)
         np.testing.assert_array_equal(part.tokens, whole.tokens[first : first + 3])
     assert (data.read(mixed, 500, range(40), 4, seed=2).tokens != whole.tokens).any()
     sources = (whole.tokens[:, 0] >= 1000).tolist()
-    assert sources != [sources[i % 3] for i in range(40)], "shuffled, not in turn"
+    assert sources != [sources[i % 3] for i in range(40)], "shuffled, not round-robin"
 
 
 def test_in_order_the_sources_of_a_mixture_follow_each_other():

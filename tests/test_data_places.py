@@ -1,4 +1,4 @@
-"""Where the rows of a batch lie, in words."""
+"""Descriptions of where the rows of a batch come from."""
 
 from fractions import Fraction
 

@@ -1,4 +1,4 @@
-"""Sources: the same documents make the same batches, however they are kept. The rest is counted or refused."""
+"""Data sources: the same documents give the same batches in every format; bad input is counted or rejected."""
 
 import functools
 import gzip
@@ -37,7 +37,7 @@ def lines(texts, column="text"):
 
 
 def array(texts, indent=2):
-    """One array of records, with a byte order mark as Windows writes it."""
+    """Return one JSON array of records, with a byte order mark as Windows writes it."""
     text = json.dumps([{"id": i, "text": text} for i, text in enumerate(texts)], indent=indent, ensure_ascii=False)
     return b"\xef\xbb\xbf" + text.encode()
 
@@ -135,7 +135,7 @@ def test_documents_may_contain_the_end_token(tmp_path):
     path.write_text(json.dumps(tokenizer))
     source = written(tmp_path / "x.jsonl", lines(["a </s> b", "b </s>", "a"]))
     corpus = load(source, tokenizer=path)
-    assert corpus.tokens.tolist() == [0, 2, 1, 2, 1, 2, 0, 2], "none is added where one is there already"
+    assert corpus.tokens.tolist() == [0, 2, 1, 2, 1, 2, 0, 2], "no end token is added after an existing one"
     batch = data.rows_in_order(corpus, 0, 1, 7)
     assert batch.segments.tolist() == [[0, 0, 0, 0, 1, 1, 2]]
     assert batch.weights.tolist() == [[1, 1, 1, 0, 1, 0, 1]]
@@ -149,7 +149,7 @@ def test_the_tokenizers_special_tokens_are_added_and_its_config_names_the_end(tm
     tokenizer.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer.save(str(path))
     source = written(tmp_path / "x.jsonl", lines(["a a", "a"]))
-    assert load(source, tokenizer=path).tokens.tolist() == [1, 0, 0, 2, 1, 0, 2], "</s> is a usual name"
+    assert load(source, tokenizer=path).tokens.tolist() == [1, 0, 0, 2, 1, 0, 2], "</s> is recognised by its name"
     for name, said, end in (
         ("config.json", {"eos_token_id": [3, 4]}, 3),
         ("generation_config.json", {"eos_token_id": 4}, 4),
@@ -199,7 +199,7 @@ def test_null_is_an_empty_document(tmp_path):
 
 
 def test_an_array_is_read_in_parts(tmp_path, monkeypatch):
-    """Records may be longer than a part; what is no object is a bad line."""
+    """Records may be longer than the chunks that are read; an element that is not an object is a bad line."""
     monkeypatch.setattr(records, "CHUNK", 7)
     texts = ['a ] , [ " \\ ' * 5, "ü" * 30, "", "x"]
     content = json.dumps([{"text": text} for text in texts] * 60 + [12], ensure_ascii=False).encode()
@@ -281,7 +281,7 @@ def test_a_string_of_an_arrow_file_that_is_not_utf8_is_a_bad_row(tmp_path, strea
 def test_a_tokenizer_that_fails_is_named(tmp_path):
     import tokenizers
 
-    model = tokenizers.models.WordLevel({"</s>": 0, "the": 1}, unk_token="<unk>")  # which it does not have
+    model = tokenizers.models.WordLevel({"</s>": 0, "the": 1}, unk_token="<unk>")  # not in the vocabulary
     tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UsageError, match=r"tokenizer.json cannot tokenise the data: WordLevel error"):
         load(written(tmp_path / "x.txt", b"another"), tokenizer=tmp_path / "tokenizer.json")
@@ -394,7 +394,7 @@ def test_what_cannot_be_read_gets_one_clear_line(tmp_path, message):
     with pytest.raises(UsageError, match=f"(?i){message}") as caught:
         load(BAD[message](tmp_path / "here"), cache=tmp_path / "cache")
     assert "\n" not in str(caught.value)
-    assert [path.suffix for path in (tmp_path / "cache").glob("*")] in ([], [".lock"]), "nothing is left half-made"
+    assert [path.suffix for path in (tmp_path / "cache").glob("*")] in ([], [".lock"]), "no partial files remain"
 
 
 def test_options_without_a_use_are_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""The live display of a run: what a person reads on a terminal of any width. Nothing trains, no time passes."""
+"""The live display of a run on terminals of any width, with a fake clock and without training."""
 
 import io
 import types
@@ -24,7 +24,7 @@ def shown(display, width):
 
 @pytest.fixture
 def display():
-    """After 20 of 1,000 steps that took 2 seconds each, at a time that the test may change."""
+    """A display after 20 of 1,000 steps of 2 seconds each; tests change the time through `display.now`."""
     now = [0.0]
     display = Display(0, 1000, clock=lambda: now[0])
     display.now = now

@@ -1,4 +1,4 @@
-"""Engine: one that reads and writes gives what the whole model gives on the whole text, on any devices."""
+"""Engine: prefill and decoding match the dense model on the whole sequence, on any number of devices."""
 
 import collections
 import dataclasses
@@ -32,7 +32,7 @@ TEXT = np.random.default_rng(0).integers(0, 64, (3, 40)).astype(np.int32)
 
 @functools.cache
 def weights_of(config):
-    """Random ones, large enough for scores that differ."""
+    """Return random weights, large enough to give distinct scores."""
     larger = lambda path, x: x if path[-1].key.endswith("norm") else 5 * x  # noqa: E731
     stacked = jax.tree_util.tree_map_with_path(larger, init(config, jax.random.key(0)))
     layers = [{name: x[i] for name, x in stacked["layers"].items()} for i in range(config.layers)]
@@ -41,7 +41,7 @@ def weights_of(config):
 
 @functools.partial(jax.jit, static_argnums=0)
 def dense_scores(config, weights, tokens):
-    """Of the plain model, dense attention and all, at every position."""
+    """Return the scores of the plain model with dense attention, at every position."""
     length = tokens.shape[1]
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), tokens.shape)
     i, j = np.mgrid[:length, :length]
@@ -60,7 +60,7 @@ def truth(config):
 
 
 def engine_of(config, devices, layout, capacity=48, block=4):
-    """An engine of three sequences, as good as new. Tests share equal ones: most of their time is compiling."""
+    """Return an empty engine for three sequences. Tests share equal ones: compilation takes most of their time."""
     engine = _engine_of(config, devices, layout, capacity, block)
     engine.clear()
     return engine
@@ -78,7 +78,7 @@ def _engine_of(config, devices, layout, capacity, block):
 
 
 def assert_scores(engine, config, lengths):
-    """Those after the last token of every text are those of the whole model there."""
+    """Assert that the scores after the last token of every sequence equal those of the dense model."""
     wanted = np.stack([truth(config)[row, length - 1] for row, length in enumerate(lengths)])
     assert np.abs(np.asarray(engine.scores) - wanted).max() < 1e-5 * np.abs(wanted).max()
 
@@ -92,7 +92,7 @@ def assert_scores(engine, config, lengths):
     ids=lambda value: str(value) if not isinstance(value, ModelConfig) else "window" if value.window else "full",
 )
 def test_reading_and_writing_is_the_whole_model(config, devices, layout):
-    """Ragged prompts longer than a chunk, then tokens one by one, one text ending early, then a further piece."""
+    """Ragged prefill in chunks, decoding with one sequence ending early, and a second prefill match the dense model."""
     engine = engine_of(config, devices, layout)
     lengths = np.array([13, 1, 7])
     engine.read([TEXT[row, :n] for row, n in enumerate(lengths)])
@@ -117,7 +117,7 @@ def test_greedy_text_is_the_same_everywhere_and_that_of_the_whole_model():
     prompts = [TEXT[0, :9], TEXT[1, :2], TEXT[2, :5]]
     wanted = []
     for prompt in prompts:
-        text = np.zeros((1, 20), np.int32)  # what comes later changes nothing
+        text = np.zeros((1, 20), np.int32)  # later tokens change nothing
         text[0, : len(prompt)] = prompt
         for at in range(len(prompt), len(prompt) + 10):
             text[0, at] = dense_scores(SMALL, weights_of(SMALL), text)[0, at - 1].argmax()
@@ -127,7 +127,7 @@ def test_greedy_text_is_the_same_everywhere_and_that_of_the_whole_model():
 
 
 def test_a_text_goes_on_in_turns():
-    """What was written stays in the text, and a further prompt follows it."""
+    """Generated tokens stay in the sequence, and a further prompt follows them."""
     engine = engine_of(SMALL, 4, sa.striped(2))
     first = greedy(engine, [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]], 4)
     assert engine.lengths.tolist() == [9, 7, 12]
@@ -159,7 +159,7 @@ def test_texts_end_at_a_stop_token_each_by_itself():
 
 
 def test_log_probabilities_are_those_of_the_whole_model_in_a_batch_and_alone():
-    """The model's own, whatever is sampled from: the dense model's on the whole sequence, normalised in float64."""
+    """Log probabilities are those of the dense model, normalised in float64, whatever the sampling options."""
     prompts, batch = [TEXT[0, :9], TEXT[1, :2], TEXT[2, :5]], engine_of(SMALL, 4, sa.striped(2))
     sampling = Sampling(temperature=2.0, top_k=20, top_p=0.9, seed=1)
 
@@ -186,7 +186,7 @@ def test_log_probabilities_are_those_of_the_whole_model_in_a_batch_and_alone():
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.5, seed=3)], ids=["greedy", "sampled"])
 def test_tokens_do_not_depend_on_how_many_a_program_decodes(sampling):
-    """Also where a sequence ends within a block, and where the last block is not needed to its end."""
+    """Block size changes no token, even if a sequence ends within a block or the last block is only partly needed."""
     prompts, found = [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]], []
     for block in (1, 4, 16):
         engine = engine_of(SMALL, 4, sa.striped(2), block=block)
@@ -205,7 +205,7 @@ def test_tokens_do_not_depend_on_how_many_a_program_decodes(sampling):
 
 @pytest.mark.parametrize("config", [SMALL, WINDOW], ids=["full", "window"])
 def test_tokens_that_nobody_wanted_are_taken_back(config):
-    """The devices are up to two blocks ahead when the host turns to something else, also in caches that wrap."""
+    """Devices run up to two blocks ahead of the host; unused tokens are removed, also from caches that wrap around."""
     engine = engine_of(config, 4, sa.striped(2))
     prompts = [TEXT[0, :13], TEXT[1, :3], TEXT[2, :8]]
     engine.read(prompts)
@@ -241,8 +241,9 @@ def test_the_host_may_end_a_sequence():
 
 
 def test_a_layer_takes_four_messages():
-    """Gathered queries, keys and values; partial results of attention; the sums behind both halves."""
-    wide = dataclasses.replace(SMALL, dim=256, ffn=512, heads=8, vocabulary=512)  # for small ones XLA has other ways
+    """A layer gathers q, k and v, exchanges partial results of attention, and sums after each of its halves."""
+    # XLA compiles smaller models to other collectives.
+    wide = dataclasses.replace(SMALL, dim=256, ffn=512, heads=8, vocabulary=512)
     engine = engine_of(wide, 4, sa.striped(2))
     engine.append([1, 2, 3])
     found = COLLECTIVES.findall(engine.programs.text("token"))
@@ -250,7 +251,7 @@ def test_a_layer_takes_four_messages():
     assert sum(counts.values()) <= 4 * wide.layers + outside, counts
     assert counts["all-to-all"] == counts["collective-permute"] == 0
     sizes = [np.prod([int(n) for n in shape.split(",")]) for shape, _ in found]
-    assert max(sizes) == 4 * 3 * 8 * (32 + 1)  # partial results of four devices; the smallest weight has 65,536 numbers
+    assert max(sizes) == 4 * 3 * 8 * (32 + 1)  # partial results of four devices; weights have at least 65,536 elements
 
 
 def test_what_does_not_fit_is_refused_before_it_is_read():
@@ -284,7 +285,7 @@ def test_an_engine_is_not_used_in_two_ways_at_once():
 
 
 def test_nothing_of_an_old_text_is_left():
-    """Not even what is no number, which a weight of 0 does not hide."""
+    """Clearing removes even NaN, which a softmax weight of 0 would not hide."""
     engine = engine_of(SMALL, 2, sa.striped())
     prompts = [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]]
     wanted = greedy(engine, prompts, 4)
@@ -294,7 +295,7 @@ def test_nothing_of_an_old_text_is_left():
 
 
 def test_a_token_sends_partial_results_and_no_keys():
-    """Of a cache eight times as large the program sends no byte more."""
+    """With a cache eight times as large, a program sends exactly as many bytes."""
     sizes = []
     for capacity in (48, 384):
         engine = engine_of(SMALL, 4, sa.striped(2), capacity)
@@ -308,7 +309,7 @@ SCORES = np.log(np.array([[0.5, 0.2, 0.15, 0.1, 0.05]] * 2000, np.float32))
 
 
 def drawn(**options):
-    """How often each token is drawn, of 2000 texts."""
+    """Return the frequency of each token among the samples of 2000 sequences."""
     rows = jnp.arange(2000, dtype=jnp.int32)
     tokens = choose(Sampling(**options), jnp.asarray(SCORES), rows, jnp.full(2000, 7, jnp.int32))
     return np.bincount(tokens, minlength=5) / 2000
@@ -333,7 +334,7 @@ def drawn(**options):
 )
 def test_tokens_are_drawn_by_their_probabilities(options, wanted):
     found = drawn(**options)
-    assert np.abs(found - wanted).max() < 0.04  # three deviations of 2000 draws
+    assert np.abs(found - wanted).max() < 0.04  # more than three standard deviations for 2000 samples
     assert (found[np.array(wanted) == 0] == 0).all()
 
 
@@ -349,7 +350,7 @@ def test_what_is_drawn_depends_on_seed_text_and_position():
 
 
 def test_log_probabilities_of_any_scores():
-    """Large ones too, and of tokens that are not among the likeliest."""
+    """Log probabilities are right for large scores, and for tokens that are not among the likeliest."""
     scores = np.random.default_rng(0).normal(300, 20, (4, 50)).astype(np.float32)
     tokens = np.array([3, 0, 49, 17], np.int32)
     chosen, top, ids = logprobs(jnp.asarray(scores), jnp.asarray(tokens), 5)

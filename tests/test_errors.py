@@ -1,4 +1,4 @@
-"""Bad input gets one clear error: what was required, what came, what to do."""
+"""Bad input raises one clear error: what is required, what was received, what to do."""
 
 import types
 import warnings

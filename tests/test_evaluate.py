@@ -1,4 +1,4 @@
-"""`striped evaluate`: needles where they should be, answers that greedy decoding would give, clear errors."""
+"""`striped evaluate`: depths of needles, answers equal to greedy decoding, losses, and clear errors."""
 
 import dataclasses
 import json
@@ -51,7 +51,7 @@ def config(**options):
 def test_a_needle_lies_at_its_depth_and_the_question_is_at_the_end(depth):
     tokens, answer = Haystacks(config(), CORPUS, text.Bytes()).sequence(123, depth, draw=0)
     said = bytes(tokens.tolist()).decode()
-    assert len(said) == 123 + 1, "the last token is a target only"
+    assert len(said) == 123 + 1, "the last token is only a target"
     assert answer == 4
     hidden, asked = said.index("<"), said.rindex("<")
     key, value = said[hidden + 1 : hidden + 4], said[-4:]
@@ -59,7 +59,7 @@ def test_a_needle_lies_at_its_depth_and_the_question_is_at_the_end(depth):
     assert said[asked:] == f"<{key}={value}"
     hay = said[:hidden] + said[hidden + 10 : asked]
     assert hidden == round(len(hay) * depth / 100)
-    assert hay in ALPHABET * 6, "one piece of text"
+    assert hay in ALPHABET * 6, "one contiguous piece of text"
 
 
 def test_draws_differ_and_depths_share_their_text():
@@ -94,7 +94,7 @@ def test_only_the_answer_counts_and_only_in_rows_with_a_case():
 
 
 def test_an_answer_is_right_if_and_only_if_greedy_decoding_gives_it():
-    """What an engine writes is right; with any of its tokens changed it is not."""
+    """What an engine generates is right, and wrong if any of its tokens is changed."""
     prompt, new = 20, 3
     written = greedy(engine_of(SMALL, 1, sa.contiguous()), list(TEXT[:, :prompt]), new)
     rows = np.repeat(np.concatenate([TEXT[:, :prompt], written], axis=1), 4, axis=0)
@@ -126,7 +126,7 @@ def evaluate(capsys, *arguments):
 
 
 def test_a_hugging_face_model_has_the_losses_that_transformers_finds(tmp_path, capsys):
-    """Two sequences of tokens, and no tokenizer."""
+    """The loss over two tokenised sequences equals that of transformers and needs no tokenizer."""
     save("qwen 3", tmp_path / "model")
     np.save(tmp_path / "x.npy", np.append(TOKENS, TOKENS[0, 0]))
     common = ("--model", tmp_path / "model", "--data", tmp_path / "x.npy", "--dtype", "float32")
@@ -151,7 +151,7 @@ def test_a_hugging_face_model_has_the_losses_that_transformers_finds(tmp_path, c
 
 @pytest.mark.parametrize(("kind", "wanted"), [("roomy", 8192), ("between", 2048), ("small", 1024)])
 def test_chunks_follow_from_memory(kind, wanted):
-    """From the estimates; the backward pass and the optimiser, which are not there, do not count."""
+    """Chunk sizes follow from the estimates without the backward pass and the optimiser, which evaluation lacks."""
     mesh = make_mesh({AXES.batch: 1, AXES.sequence: 2}, jax.devices()[:2])
     model = dataclasses.replace(SMALL, ffn=4096)
 
@@ -176,7 +176,7 @@ def test_a_program_that_needs_more_than_was_estimated_takes_smaller_chunks():
     assert (roomy.program.config.chunk, smaller.program.config.chunk) in ((4096, 2048), (4096, 1024))
     assert memory.peak(lambda: smaller.compiled) <= 0.7 * needs
     assert fitting(roomy, config(chunk=4096), 0.7 * needs) is roomy, "--chunk was given"
-    assert fitting(roomy, config(), 1.0).program.config.chunk == 1024, "the least there is"
+    assert fitting(roomy, config(), 1.0).program.config.chunk == 1024, "the smallest chunk"
 
 
 BAD = [
@@ -228,7 +228,7 @@ def test_a_tokenizer_with_another_vocabulary_than_the_models_is_refused(asked, t
 
 
 def measured(tmp_path, tokens, **options):
-    """What is there before weights are read, of a model for 64 positions."""
+    """Return an evaluation run before its weights are read, for a model with 64 positions."""
     np.save(tmp_path / "x.npy", np.array(tokens, np.uint16))
     folder = tmp_path / "model"
     source = find(folder if folder.is_dir() else rewritten(folder))
@@ -260,7 +260,7 @@ def test_json_never_holds_infinity_or_nan(tmp_path, capsys, monkeypatch):
 
 
 def test_a_model_that_went_on_with_long_documents_beats_its_short_self_on_far_positions(tmp_path):
-    """examples/recall.py, compiled as users compile it: with the tests' flags it would take longer."""
+    """examples/recall.py shows this; it runs with XLA's default flags, because it is slower with those of the tests."""
     program = [sys.executable, str(ROOT / "examples" / "recall.py"), str(tmp_path)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = subprocess.run(program, env=environment, capture_output=True, text=True)
@@ -270,7 +270,7 @@ def test_a_model_that_went_on_with_long_documents_beats_its_short_self_on_far_po
     (short_near, *short_far), (long_near, *long_far) = losses
     assert abs(short_near - long_near) < 0.3
     assert min(short_far) > max(long_far) + 0.4
-    assert max(long_far) < long_near + 0.2, "as good far away as nearby"
+    assert max(long_far) < long_near + 0.2, "as good on far positions as on near ones"
     assert needles(short, 128) > 0.7 > 0.3 > needles(short, 1024)
     assert needles(long, 1024) > 0.7
     validations = [json.loads(line) for line in (tmp_path / "long" / "metrics.jsonl").read_text().splitlines()]
@@ -278,6 +278,6 @@ def test_a_model_that_went_on_with_long_documents_beats_its_short_self_on_far_po
 
 
 def needles(found, length):
-    """The share of needles that were found in haystacks of this length."""
+    """Return the share of needles found in haystacks of this length."""
     cells = [cell for cell in found["needle"]["cells"] if cell["length"] == length]
     return sum(cell["correct"] for cell in cells) / sum(cell["draws"] for cell in cells)

@@ -1,7 +1,7 @@
-"""Families: every model of `tests/families.py` gives what transformers gives, wherever it can be taken.
+"""Model families: every model in `tests/families.py` matches its transformers implementation.
 
-In files: the same scores here and there, before and after writing. On devices: greedy text on 1, 2, 4 and 8 of them,
-losses by position, steps of training. Through a run whose learning rate is 0 the bytes of every weight stay the same.
+This covers logits before and after writing files, greedy text on 1, 2, 4 and 8 devices, evaluation losses and training
+steps. A run with a learning rate of 0 must not change a byte of any weight.
 """
 
 import copy
@@ -64,12 +64,12 @@ def test_scores_are_those_of_transformers(name, tmp_path):
     for field, value in MODELS[name].fields.items():
         assert getattr(config, field) == value, field
     scores, truth = our_scores(config, weights), their_scores(original(name))
-    assert truth.std() > 0.5, "scores that are all nearly 0 would agree anyhow"
+    assert truth.std() > 0.5, "logits that are all nearly 0 would agree trivially"
     assert largest_difference(scores, truth) < 1e-4
     for field in MODELS[name].matters:
         others = dict(full_every=None, local_theta=None) if field == "window" else {}
         plain = our_scores(dataclasses.replace(config, **{**others, field: DEFAULTS[field]}), weights)
-        assert largest_difference(plain, truth) > 0.05, f"otherwise the test could not see {field}"
+        assert largest_difference(plain, truth) > 0.05, f"the test must be sensitive to {field}"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -83,13 +83,13 @@ def test_what_is_written_is_the_same_model_here_and_there(name, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, weights, stacked(source)[1])
     model = load(tmp_path / "ours")
     assert type(model) is type(original(name))
-    assert model.config.eos_token_id is None, "nobody said what ends a text"
+    assert model.config.eos_token_id is None, "no end-of-sequence token was given"
     assert largest_difference(their_scores(model), their_scores(original(name))) < 1e-6
 
 
 @functools.cache
 def greedy_text_of_transformers(name, lengths, steps):
-    """Token by token, each from all before it: no cache, so no way of keeping it can be wrong."""
+    """Generate greedily with transformers, without a cache, so that no cache error can affect the reference."""
     found = []
     for row, length in enumerate(lengths):
         tokens = prompts(lengths)[row]
@@ -104,7 +104,7 @@ def prompts(lengths):
 
 
 def engine_of(folder, devices, layout, batch, capacity):
-    """An engine that reads in chunks, so that a long prompt meets a cache."""
+    """Return an engine that prefills in chunks of 8 tokens, so that later chunks of a long prompt attend to a cache."""
     source, mesh = find(folder), make_mesh({AXES.batch: 1, AXES.sequence: devices}, jax.devices()[:devices])
     options = Options(layout, batch, capacity, chunk=8, dtype=jnp.dtype("float32"))
     return Engine(source.model, loading.load(source, mesh, options.dtype), mesh, options)
@@ -112,7 +112,7 @@ def engine_of(folder, devices, layout, batch, capacity):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_greedy_text_is_that_of_transformers_on_any_devices(name, tmp_path):
-    """Prompts longer than the window, and shorter ones that grow beyond it."""
+    """Greedy text equals that of transformers for prompts longer than the window and for ones that grow beyond it."""
     lengths, steps = (15, 5, 6), 8
     wanted = greedy_text_of_transformers(name, lengths, steps)
     assert len({tuple(text) for text in wanted}) == 3
@@ -126,7 +126,7 @@ def test_greedy_text_is_that_of_transformers_on_any_devices(name, tmp_path):
 
 
 def odd(folder):
-    """Puts numbers into a model that arithmetic would change: -0.0 and one too small to be normal."""
+    """Write values that arithmetic would change into a model: -0.0 and a subnormal number."""
     path = sorted(folder.glob("*.safetensors"))[0]
     weights = load_file(path)
     first = next(iter(weights.values()))
@@ -152,7 +152,7 @@ def test_a_step_with_learning_rate_0_gives_the_same_bytes_back(name, dtype, opti
     torch, _ = libraries()
     original(name).to(getattr(torch, dtype)).save_pretrained(tmp_path / "hub", **options)
     original(name).to(torch.float32)
-    original.cache_clear()  # for its weights were rounded
+    original.cache_clear()  # because its weights have been rounded
     hub = tmp_path / "hub"
     odd(hub)
     assert (len(list(hub.glob("*.safetensors"))) > 2) == bool(options)
@@ -173,7 +173,7 @@ STEPS, WARMUP, PEAK, DECAY, CLIP = 20, 4, 3e-3, 0.1, 0.5
 
 
 def learning_rate(step):
-    """Up along a line, down along a cosine to a tenth; what --warmup and --schedule cosine say."""
+    """Linear warmup, then cosine decay to a tenth of the peak, as with --warmup and --schedule cosine."""
     if step < WARMUP:
         return PEAK / (WARMUP + 1) + step / WARMUP * (PEAK - PEAK / (WARMUP + 1))
     share = (step - WARMUP) / (STEPS - WARMUP)
@@ -181,7 +181,7 @@ def learning_rate(step):
 
 
 def their_masks(config, segments):
-    """What transformers adds to scores: documents, and the windows of each kind of layer."""
+    """Return the additive masks for transformers: documents, combined with the window of each kind of layer."""
     torch, _ = libraries()
     same = segments[:, :, None] == segments[:, None]
     masks = {}
@@ -193,7 +193,7 @@ def their_masks(config, segments):
 
 
 def steps_of_transformers(model, config, batches):
-    """The losses of a plain loop in PyTorch on packed documents, which changes the model."""
+    """Train the model in place with a plain PyTorch loop on packed documents; return the losses."""
     torch, _ = libraries()
     kinds = {decayed: [p for p in model.parameters() if (p.ndim > 1) == decayed] for decayed in (True, False)}
     groups = [dict(params=kinds[True], weight_decay=DECAY), dict(params=kinds[False], weight_decay=0.0)]
@@ -226,13 +226,13 @@ def test_twenty_steps_are_those_of_transformers(name, tokens, tmp_path):
     batches = [data.read(corpus, step * BATCH, range(BATCH), LENGTH, asked.seed) for step in range(STEPS)]
     model = load(hub)
     theirs = steps_of_transformers(model, huggingface.read_config(hub), batches)
-    assert any(line["gradient_norm"] > CLIP for line in ours), "so that clipping is compared"
-    assert theirs[-1] < theirs[0] - 0.1, "so that steps do something"
+    assert any(line["gradient_norm"] > CLIP for line in ours), "the test must cover clipping"
+    assert theirs[-1] < theirs[0] - 0.1, "the steps must reduce the loss"
     np.testing.assert_allclose([line["loss"] for line in ours], theirs, atol=1e-4, rtol=0)
     weights = weights_of(export(tmp_path / "run", tmp_path / "out"))
     moved = weights_of(hub)
     for key, weight in model.state_dict().items():
-        if key in weights:  # the one matrix of a tied model goes by two names
+        if key in weights:  # the shared matrix of a tied model has two names
             np.testing.assert_allclose(weights[key], weight.numpy(), atol=1e-4, rtol=0, err_msg=key)
             assert np.abs(weights[key] - moved[key]).max() > 1e-3, key
 

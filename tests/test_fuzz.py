@@ -1,4 +1,4 @@
-"""Random layouts, masks, shapes, devices and options; `make fuzz` runs the same cases for as long as one likes."""
+"""Random layouts, masks, shapes, device counts and options; `make fuzz` runs as many such cases as you like."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`striped generate`, `striped import` and `striped export`, as their users meet them."""
+"""`striped generate`, `striped import` and `striped export`, tested through the command line."""
 
 import json
 import pathlib
@@ -16,7 +16,7 @@ from striped_attention.generation.prompts import read_prompts
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The folder of a short run of `striped train`."""
+    """The checkpoint folder of a short `striped train` run."""
     folder = tmp_path_factory.mktemp("run")
     data = folder / "text.txt"
     data.write_text("the quick brown fox jumps over the lazy dog. " * 200)
@@ -65,7 +65,7 @@ def test_prompts_of_a_file_give_lines_of_json(trained, capsys, tmp_path):
         generate(capsys, *common, "--batch", batch, "--temperature", 1, "--top-p", 0.9, "--seed", 3)[1]
         for batch in (2, 3)
     ]
-    assert sampled[0] == sampled[1]  # whatever the batch
+    assert sampled[0] == sampled[1]  # for any batch size
     assert sampled[0] != out
 
 
@@ -87,7 +87,7 @@ def test_one_of_many_processes_asks_for_a_prompt_that_all_have(trained, capsys, 
 
 
 def spaces():
-    """A tokenizer that writes spaces into words, as Llama 2's and Mistral's do."""
+    """Return a tokenizer whose tokens contain spaces, like those of Llama 2 and Mistral."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {"\u2581a": 0, "\u2581b": 1, "c": 2, "<unk>": 3}
@@ -99,7 +99,7 @@ def spaces():
 
 
 def test_text_comes_as_the_whole_of_it_reads():
-    """A space before the first word that is written, characters of several tokens, and half of one at the end."""
+    """Streamed text equals the decoded whole: leading spaces, multi-token characters and an incomplete last one."""
     tokenizer = spaces()
     for prompt, written in [([0], [1, 2, 4, 5, 1]), ([0, 1], [2, 1, 4]), ([2], [4, 5, 4, 5, 0]), ([0], [5, 4])]:
         stream = text.TokenStream(tokenizer, list(prompt))
@@ -112,7 +112,7 @@ def test_text_comes_as_the_whole_of_it_reads():
 
 
 def test_bytes_that_are_no_character_do_not_stop_the_text():
-    """After a character that was shown, and at the end of a prompt: nothing is shown twice, nothing raises."""
+    """Invalid bytes after a complete character or at the end of a prompt neither raise nor repeat any text."""
     tokenizer, broken = spaces(), "\N{REPLACEMENT CHARACTER}"
     stream = text.TokenStream(tokenizer, [0])
     assert [stream.add(token) for token in (4, 5, 4, 1, 2)] == ["", "é", "", f"{broken} b", "c"]
@@ -142,7 +142,7 @@ def test_lines_of_prompts(tmp_path):
 
 
 def test_import_and_export_give_the_weights_back(trained, capsys, tmp_path):
-    """A run to a Hugging Face folder, that to a checkpoint, that to a folder again: the same text, the same files."""
+    """Exporting a run, importing the result and exporting it again gives the same text and the same files."""
     common = ("--prompt", "the quick brown", "--max-tokens", 12, "--dtype", "float32")
     out = generate(capsys, "--model", trained, *common)[1]
     folders = [tmp_path / name for name in ("hub", "ours", "again")]
@@ -171,7 +171,7 @@ def test_a_run_on_bytes_exports_a_tokenizer_of_bytes(trained, tmp_path):
 
 
 def write_byte_tokenizer(path):
-    """A tokenizer.json whose tokens are the letters' codes."""
+    """Write a tokenizer.json whose token ids are ASCII codes; return its path."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {chr(i): i for i in range(128)} | {"<unk>": 128, "</s>": 256}
@@ -183,7 +183,7 @@ def write_byte_tokenizer(path):
 
 
 def test_two_processes_write_what_one_writes(trained, monkeypatch, tmp_path):
-    """From a prompt through standard input, which only the process that starts them has."""
+    """Two processes write the same text as one, although only their launcher can read standard input."""
     import io
 
     command = ["generate", "--model", str(trained), "--max-tokens", "8", "--dtype", "float32", "--output"]
@@ -194,7 +194,7 @@ def test_two_processes_write_what_one_writes(trained, monkeypatch, tmp_path):
 
 
 def with_tokenizer(folder, outside, how):
-    """A run that seems to come with the tokenizer `outside`, which is none of its files."""
+    """Make a run refer to the tokenizer file `outside`, which lies outside its folder."""
     record = folder / "run.json"
     if how == "run.json":
         runs = json.loads(record.read_text())
@@ -233,16 +233,16 @@ def test_no_file_of_this_machine_is_published_because_a_run_says_so(trained, cap
     (line,) = capsys.readouterr().err.splitlines()
     assert re.match(f"striped: The (tokenizer|files) of a run {message}", line)
     assert not (tmp_path / "hub").exists()
-    if not how.startswith("beside"):  # which only belongs to what is published
+    if not how.startswith("beside"):  # `beside` affects only the export
         assert generate(capsys, "--model", folder, "--prompt", "a") == (2, "", line + "\n")
     else:
-        assert cli.main([*export, "--tokenizer", str(folder / "tokenizer.json")]) == 2, "nor with this one's files"
-    assert cli.main([*export, "--tokenizer", str(secret)]) == 0, "a user may"
+        assert cli.main([*export, "--tokenizer", str(folder / "tokenizer.json")]) == 2, "a link lies beside it"
+    assert cli.main([*export, "--tokenizer", str(secret)]) == 0, "--tokenizer may name any file"
     assert (tmp_path / "hub" / "tokenizer.json").read_text() == secret.read_text()
 
 
 def test_a_runs_own_tokenizer_is_used_and_exported(trained, capsys, tmp_path):
-    """As `striped train --tokenizer` keeps it; a link inside the folder is as good as a file."""
+    """A run's folder may hold a tokenizer, as after `striped train --tokenizer`, or a link to one in the folder."""
     folder = pathlib.Path(shutil.copytree(trained, tmp_path / "copy"))
     write_byte_tokenizer(folder / "mine.json")
     (folder / "tokenizer.json").symlink_to("mine.json")
@@ -263,7 +263,7 @@ def broken_json(folder):
 
 
 def damaged(folder):
-    """A checkpoint with changed bytes in every file of data: orbax shares weights out as it likes."""
+    """Corrupt bytes in every data file of a checkpoint, because Orbax may store any weight in any file."""
     files = list(folder.rglob("ocdbt.process_*/d/*"))
     assert files
     for path in files:
@@ -343,7 +343,7 @@ def test_folders_that_import_and_export_refuse(trained, capsys, tmp_path):
 
 @pytest.fixture(scope="module")
 def hub(trained, tmp_path_factory):
-    """The run as a Hugging Face model."""
+    """The run exported as a Hugging Face model."""
     folder = tmp_path_factory.mktemp("hub") / "model"
     command = ["export", "--model", str(trained), "--output", str(folder), "--dtype", "float32"]
     assert cli.main([*command, "--tokenizer", str(write_byte_tokenizer(folder.parent / "tokenizer.json"))]) == 0

@@ -1,4 +1,4 @@
-"""What needs an NVIDIA GPU: the cudnn kernel's numbers, and the schedules of programs for many GPUs.
+"""Tests that need an NVIDIA GPU: the accuracy of kernels, and the schedules of programs for many GPUs.
 
 Run with `make test-gpu` on a machine that has one; elsewhere these tests are skipped.
 """
@@ -48,14 +48,14 @@ def random(*shape, seed=0, dtype=jnp.bfloat16):
 
 
 def error(a, b, least=0.0):
-    """Relative to b, or to `least` where b is smaller: where a query sees one key, dq and dk are 0."""
+    """Return |a - b| relative to |b|, or to |least| if larger: where a query sees one key, dq and dk are 0."""
     a, b, least = (np.asarray(x, np.float64) for x in (a, b, least))
     return np.linalg.norm(a - b) / max(np.linalg.norm(b), np.linalg.norm(least))
 
 
 @jax.jit
 def exact(q, k, v, dout, seen):
-    """out and lse of a block, and the gradients, in float32."""
+    """Return out and lse of a block, and the gradients, in float32."""
     q, k, v, dout = (x.astype(jnp.float32) for x in (q, k, v, dout))
     truth, pull = jax.vjp(lambda *x: dense_partial(*x, seen[None], scale=q.shape[-1] ** -0.5), q, k, v)
     return truth, pull(Partial(dout, jnp.zeros_like(truth.lse)))
@@ -78,7 +78,7 @@ def backward(q, k, v, dout, truth, block):
 )
 @pytest.mark.parametrize(("members", "windows"), [(1, [7]), (3, [1, 130, 139, 270])])
 def test_contract(layout, dim, heads, kv_heads, dtype, members, windows):
-    """Every block of a ring, for each mask: out, lse and the gradients, fed with an out and lse of their own."""
+    """Every block of a ring is right for each mask; the backward pass gets the reference out and lse of the block."""
     slots = 130
     length = slots * members
     q, dout = (random(2, slots, heads, dim, seed=i, dtype=dtype) for i in (0, 1))
@@ -106,7 +106,7 @@ def test_contract(layout, dim, heads, kv_heads, dtype, members, windows):
 
 
 def sampled_truth(q, k, v, dout, rows):
-    """out, dq of some queries and dk, dv of some keys of causal attention, in float64, one head at a time."""
+    """Return out, dq, dk and dv of causal attention at positions `rows`, in float64, computed one head at a time."""
     with jax.enable_x64(True):
         q, k, v, dout = (jnp.asarray(np.asarray(x.astype(jnp.float32)), jnp.float64)[0] for x in (q, k, v, dout))
         length, heads, dim = q.shape
@@ -147,23 +147,23 @@ def test_bf16_errors_stay_within_twice_those_of_one_gpu(members):
         shown = "  ".join(
             f"{n} {a:.2e} ({b:.2e})" for n, a, b in zip(["out", "dq", "dk", "dv"], errors, single, strict=True)
         )
-        print(f"{members} members, {layout!r}: error of a ring (of one GPU): {shown}")
+        print(f"{members} devices, {layout!r}: error of a ring (of one GPU): {shown}")
         assert all(a <= 2 * b for a, b in zip(errors, single, strict=True)), shown
 
 
 @pytest.mark.parametrize(("members", "slots"), [(2, 8192), (3, 8192), (4, 8192), (8, 8192), (8, 2048), (16, 8192)])
 def test_transfers_are_hidden_behind_attention(members, slots):
-    """All of them, forward and backward, in the program that is compiled for so many GPUs."""
+    """All transfers, forward and backward, overlap with attention in the program compiled for `members` GPUs."""
     for row in mock.results(gpu.schedule, members, members=members, length=members * slots, heads="32:8"):
         exposed = [t for t in row["transfers"] if not t["hidden"]]
-        print(f"{members} members, {slots} slots, {row['layout']}: {len(exposed)} of {len(row['transfers'])} exposed")
+        print(f"{members} devices, {slots} slots, {row['layout']}: {len(exposed)} of {len(row['transfers'])} exposed")
         assert not exposed, f"{row['layout']}: {exposed}"
         assert len(row["transfers"]) >= 4
 
 
 @pytest.mark.parametrize("heads", ["8:8", "32:8", "4:1"])
 def test_decoding_reads_the_cache_as_plain_jax_does(heads):
-    """The kernel for few queries, with texts of different lengths, two ranges, and slots that divide by nothing."""
+    """The kernel for few queries matches plain JAX with different sequence lengths, two ranges and odd slot counts."""
     q_heads, kv_heads = map(int, heads.split(":"))
     random = np.random.default_rng(0)
     for queries, slots, dim, dtype in ((1, 5001, 128, "bfloat16"), (3, 700, 64, "float16"), (1, 400, 256, "bfloat16")):
@@ -177,10 +177,10 @@ def test_decoding_reads_the_cache_as_plain_jax_does(heads):
         assert np.abs(found.out - wanted.out).max() < 4e-3
 
 
-@pytest.mark.filterwarnings("ignore::striped_attention.SlowKernelWarning")  # of a window's cache
+@pytest.mark.filterwarnings("ignore::striped_attention.SlowKernelWarning")  # from the windowed cache
 @pytest.mark.parametrize("window", [None, 300])
 def test_a_prompt_in_pieces_on_a_gpu(window):
-    """Pieces of two texts, the first of different lengths, with the kernel that auto takes, and tokens after them."""
+    """Prefill in chunks of two lengths with kernel 'auto', then decoding, has at most twice plain attention's error."""
     mesh = jax.make_mesh((1,), ("sequence",), devices=jax.devices()[:1])
     where = dict(layout=sa.striped(), mesh=mesh, axis_name="sequence")
     random = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""What needs JAX's compiler for GPUs, and no GPU (`make test-gpu-compile`): programs compiled for eight H200s."""
+"""Tests that need JAX's GPU compiler but no GPU (`make test-gpu-compile`): programs compiled for 1 to 16 H200s."""
 
 import dataclasses
 import functools
@@ -55,7 +55,7 @@ def test_a_machine_of_eight(kind):
     ids=str,
 )
 def test_the_kernel_for_hopper_compiles(options):
-    """Both passes, by NVIDIA's assembler: shared memory and registers suffice."""
+    """Both passes compile with NVIDIA's assembler, so shared memory and registers suffice."""
     compile_block(**options)
 
 
@@ -81,7 +81,7 @@ def ring_of_eight(layout, mask, options, **more):
 
 
 def ring_of(devices, name, layout, mask, options, strategy="ring"):
-    """The program of both passes over so many GPUs, 8,192 tokens on each; it needs no more memory than is planned."""
+    """Compile both passes for `devices` GPUs with 8,192 tokens each; they must need no more memory than planned."""
     mesh, length = sa.make_mesh({"sequence": devices}, machine(name)), 8192 * devices
     where = NamedSharding(mesh, PartitionSpec(None, "sequence"))
     q, k = (jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16, sharding=where) for heads in (32, 8))
@@ -110,20 +110,20 @@ def ring_of(devices, name, layout, mask, options, strategy="ring"):
     ids=str,
 )
 def test_every_transfer_of_a_ring_of_eight_is_hidden(layout, mask):
-    """Keys and values, and their gradients, forward and backward: attention runs while they are on their way."""
+    """All transfers of keys, values and their gradients overlap with attention, forward and backward."""
     sent = transfers(ring_of_eight(layout, mask, GPU_OPTIONS))
     assert {transfer.dtype for transfer in sent} == {"bf16", "f32"}
     assert [transfer for transfer in sent if not transfer.hidden] == []
 
 
 def test_without_the_options_some_are_not():
-    """So that the test above can fail."""
+    """Without the compiler options some transfers are exposed, so the test above can fail."""
     sent = transfers(ring_of_eight(sa.striped(128), sa.causal(), {}))
     assert any(not transfer.hidden for transfer in sent)
 
 
 def test_gathered_keys_come_while_others_are_attended_to():
-    """Of four groups of heads forward, keys and values each, nobody can hide the first."""
+    """The forward pass gathers keys and values in four groups of heads; only those of the first group are exposed."""
     program = ring_of_eight(sa.striped(128), "documents", GPU_OPTIONS, strategy="gather")
     gathered = transfers(program, "all-gather")
     assert 8 < len(gathered) <= 16
@@ -133,7 +133,7 @@ def test_gathered_keys_come_while_others_are_attended_to():
 
 
 def test_a_double_ring_of_two_nodes_overlaps_with_attention():
-    """16 GPUs, inner rings of 8. The sums of the last round of an inner ring have nothing to overlap with."""
+    """On 16 GPUs with inner rings of 8, only the gradient sums of an inner ring's last round are exposed."""
     program = ring_of(16, "h200:1x2x8", sa.striped(128), sa.causal(), GPU_OPTIONS, strategy=sa.strategy(inner=8))
     sent = transfers(program)
     assert len(sent) > 30
@@ -142,7 +142,7 @@ def test_a_double_ring_of_two_nodes_overlaps_with_attention():
 
 
 def test_gathered_keys_and_hops_overlap_with_attention():
-    """Groups of 4 that gather, in a ring of 2 nodes: all hops between nodes, and most of the gathers."""
+    """In a ring of 2 nodes that gather within each 8 GPUs, at most two hops are exposed and most gathers overlap."""
     program = ring_of(16, "h200:1x2x8", sa.striped(128), sa.causal(), GPU_OPTIONS, strategy=sa.strategy(gather=8))
     hops, gathers = transfers(program), transfers(program, "all-gather")
     assert sum(not transfer.hidden for transfer in hops) <= 2
@@ -168,7 +168,7 @@ def test_a_training_step_on_packed_documents(tmp_path, capsys):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_deterministic_step_adds_nothing_up_in_changing_order(deterministic):
-    """The gradients of embeddings are scattered. By default XLA lets threads race for that."""
+    """Deterministic steps scatter embedding gradients to unique indices; by default XLA lets threads race."""
     config = TrainConfig(preset="debug", sequence_length=2048, kernel="hopper", deterministic=deterministic)
     mesh = sa.make_mesh({"data": 1, "sequence": 8}, machine("h200:1x1x8"))
     scattered = re.findall(r" scatter\(.*", Program(config, mesh).compiled.as_text())
@@ -177,7 +177,7 @@ def test_a_deterministic_step_adds_nothing_up_in_changing_order(deterministic):
 
 
 def block_of_tokens(devices, batch, tmp_path):
-    """The program that decodes 16 tokens with a model of two layers, the steps of its loop as XLA runs them, and it."""
+    """Return the compiled program that decodes 16 tokens with two layers, its loop body as text, and `Programs`."""
     mesh = sa.make_mesh({AXES.batch: 1, AXES.sequence: devices}, machine("h200:1x1x8")[:devices])
     config = dataclasses.replace(PRESETS["1b"], layers=2)
     programs = Programs(config, mesh, Options(sa.striped(128), batch, 32_768, block=16))
@@ -193,14 +193,14 @@ def block_of_tokens(devices, batch, tmp_path):
 
 @pytest.mark.parametrize("batch", [1, 8])
 def test_a_token_is_one_cuda_graph_that_copies_no_cache_and_no_weight(batch, tmp_path):
-    """The host launches one graph a token and is asked nothing between those of a block."""
+    """The host launches one CUDA graph per token and does not synchronise between the tokens of a block."""
     compiled, body, programs = block_of_tokens(1, batch, tmp_path)
     assert re.findall(r"^    \d+: (\w+)", body, re.MULTILINE) == ["kCommandBuffer"]
     assert '"known_trip_count":{"n":"16"}' in compiled.as_text()
     kernels = len(re.findall("kCustomKernel|kCopy", body))
-    assert kernels <= 2 * 18 + 20  # of a layer, and outside of layers
+    assert kernels <= 2 * 18 + 20  # 18 per layer, and 20 outside of layers
     assert compiled.memory_analysis().temp_size_in_bytes < programs.caches[0].key.size * 2
-    # A product of a weight and a vector, number by number, would be written to memory before it is added up.
+    # An elementwise product of a weight and a vector would be written to memory before it is summed.
     smallest = 2048 * 2048
     results = " ".join(re.findall(r"= (.*?) fusion\(", compiled.as_text()))
     for shape in re.findall(r"\w+\[([\d,]+)\]", results):
@@ -213,7 +213,7 @@ def test_decoding_on_eight_gpus_takes_four_messages_a_layer(tmp_path):
     sent = [len(transfers(compiled.as_text(), kind)) for kind in ("all-gather", "all-reduce")]
     assert sent == [2 * 2 + 1, 2 * 2 + 1]
     assert transfers(compiled.as_text()) == transfers(compiled.as_text(), "all-to-all") == []
-    assert sum(traffic(compiled.as_text(), 8).values()) < 16 * 2 * 2048 * 2048  # bytes of 16 tokens: no weight travels
+    assert sum(traffic(compiled.as_text(), 8).values()) < 16 * 2 * 2048 * 2048  # bytes per 16 tokens: no weight is sent
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_decoding_on_eight_gpus_takes_four_messages_a_layer(tmp_path):
     [("1b", 1, 1, 65_536, 32_768), ("llama3-8b", 8, 1, 65_536, 32_768), ("llama3-8b", 1, 8, 16_384, 16_384)],
 )
 def test_prefill_needs_no_more_memory_than_chunks_are_chosen_by(preset, devices, batch, capacity, chunk):
-    """And not a third of it, or chunks would be too small."""
+    """Chunk sizes rely on an estimate of 1 to 3 times the memory needed; a larger one would make chunks too small."""
     config = dataclasses.replace(PRESETS[preset], layers=1)
     mesh = sa.make_mesh({AXES.batch: 1, AXES.sequence: devices}, machine("h200:1x1x8")[:devices])
     options = dict(chunk=chunk, strategy="ring", kernel="hopper", stage_chunk=room.stage_chunk(batch))

@@ -1,4 +1,4 @@
-"""Hugging Face: transformers' models give the same scores here, ours the same there, and bad ones one clear line."""
+"""Hugging Face format: logits match transformers in both directions, and a bad model gives a one-line error."""
 
 import contextlib
 import dataclasses
@@ -43,7 +43,7 @@ from tests.families import (
     ("changes", "architecture"),
     [
         (dict(), "Llama"),
-        (dict(head_width=10, dim=66), "Mistral"),  # Llama's configuration refuses it
+        (dict(head_width=10, dim=66), "Mistral"),  # Llama's configuration rejects it
         (dict(head_width=10), "Llama"),
         (dict(window=9, tied=True), "Mistral"),
         (dict(biases=True, head_width=24), "Qwen2"),
@@ -72,7 +72,7 @@ def test_our_own_models_give_the_same_scores_there(changes, architecture, tmp_pa
 
 
 def named(weights):
-    """The weights of a model as `write` takes them."""
+    """Yield the weights of a model in the form that `write` takes."""
     for name, array in weights.items():
         if name != "layers":
             yield name, None, array
@@ -104,7 +104,7 @@ def test_many_files_are_one_model(tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen 2, tied", "qwen 3"])
 def test_parts_of_weights_are_cut_out_of_the_files(name, tmp_path):
-    """Any part of any weight, on either side of what lies end to end in a file."""
+    """Any slice of any weight can be read along any dimension, whether or not it is contiguous in the file."""
     folder = save(name, tmp_path, max_shard_size="40KB")
     config, random = huggingface.read_config(folder), np.random.default_rng(3)
     with huggingface.Files(folder, config) as files:
@@ -126,7 +126,7 @@ def test_halves_are_read_and_written_as_they_are(dtype, tmp_path):
     kind = np.float16 if dtype == "float16" else ml_dtypes.bfloat16
     theirs = [array for _, _, array in huggingface.tensors(tmp_path / "theirs", config)]
     assert {array.dtype for array in theirs} == {np.dtype(kind)}
-    # From float32 to the same halves, rounded here instead of there.
+    # Round float32 to the same dtype here instead of in transformers.
     huggingface.write(tmp_path / "ours", config, huggingface.tensors(source, config), dtype, length=1024)
     for expected, (_, _, ours) in zip(theirs, huggingface.tensors(tmp_path / "ours", config), strict=True):
         np.testing.assert_array_equal(expected, ours)
@@ -135,7 +135,7 @@ def test_halves_are_read_and_written_as_they_are(dtype, tmp_path):
 
 
 def test_files_of_older_versions_are_read(tmp_path):
-    """They keep what can be computed, and the one matrix of a tied model twice or under its other name."""
+    """Older files also store values that can be computed, and a tied matrix twice or under its other name."""
     save("qwen 2, tied", tmp_path)
     path, name = tmp_path / "model.safetensors", "model.embed_tokens.weight"
     config, expected = stacked(tmp_path)
@@ -191,7 +191,7 @@ def alternating(full_every, layers):
 
 
 def config_of(folder, base, **changes):
-    said = {key: value for key, value in {**base, **changes}.items() if value is not ...}  # ... is: not there
+    said = {key: value for key, value in {**base, **changes}.items() if value is not ...}  # `...` removes the key
     (folder / "config.json").write_text(json.dumps(said))
     return huggingface.read_config(folder)
 
@@ -399,20 +399,20 @@ def tiny(config=TINY):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A small model of one file."""
+    """A small model in one file."""
     huggingface.write(tmp_path / "model", TINY, tiny(), "float32", length=1024)
     return tmp_path / "model"
 
 
 @pytest.fixture
 def shards(tmp_path):
-    """A small model of several files."""
+    """A small model in several files."""
     huggingface.write(tmp_path / "shards", TINY, tiny(), "float32", length=1024, shard_bytes=2000)
     return tmp_path / "shards"
 
 
 def changed(folder, **changes):
-    """Other weights in a folder; None takes one away."""
+    """Replace weights in a folder; None removes one."""
     path = folder / "model.safetensors"
     weights = {**load_file(path), **{name.replace("__", "."): x for name, x in changes.items()}}
     save_file({name: x for name, x in weights.items() if x is not None}, path)
@@ -486,7 +486,7 @@ class Trap:
 
 def test_pickles_are_never_opened(folder):
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Trap()))
-    assert len(list(huggingface.tensors(folder, TINY))) == 21, "a pickle beside safetensors hinders nobody"
+    assert len(list(huggingface.tensors(folder, TINY))) == 21, "a pickle beside safetensors is ignored"
     (folder / "model.safetensors").unlink()
     with one_line(r"as a pickle \(pytorch_model.bin\).*never opened.*safe_serialization=True"):
         huggingface.tensors(folder, TINY)
@@ -521,7 +521,7 @@ def test_an_empty_folder_may_be_written_to_and_no_other(folder, tmp_path):
 
 @contextlib.contextmanager
 def files_of_at_most(size):
-    """What a full disk does: files stop growing."""
+    """Limit the size of files, as a full disk would."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -1,4 +1,4 @@
-"""The folders show the architecture: imports point one way, down the list in CONTRIBUTING.md."""
+"""The folder structure is the architecture: imports only point down the list of layers in CONTRIBUTING.md."""
 
 import ast
 import pathlib
@@ -6,7 +6,7 @@ import pathlib
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
-# From the top down: a module may import what stands below it, and its own neighbours.
+# From top to bottom: a module may import from its own layer and from the layers below.
 LAYERS = (
     "striped_bench.report",
     "striped_bench",
@@ -32,19 +32,19 @@ LAYERS = (
 
 
 def layer(module):
-    """The number of a module's layer, from the top. The package itself collects names from `planning` down."""
+    """Return the index of a module's layer, from the top. The package itself re-exports names from `planning` down."""
     name = module.removeprefix("striped_attention").removeprefix(".")
     found = [i for i, prefix in enumerate(LAYERS) if name == prefix or name.startswith(prefix + ".")]
     return found[0] if found else LAYERS.index("planning")
 
 
 def imported(path, module):
-    """The modules of this repository that a file imports, anywhere in it, with their lines."""
+    """Yield the modules of this repository that a file imports, at any nesting level, with their line numbers."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}, line {node.lineno}: imports are absolute here"
+            assert node.level == 0, f"{module}, line {node.lineno}: use absolute imports"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
@@ -59,7 +59,7 @@ def modules():
 
 
 def upward(found):
-    """Imports that point up: (module, line, what it imports)."""
+    """Return the imports that point up, as (module, line, imported name)."""
     return [
         (module, line, name)
         for module, path in found
@@ -71,7 +71,7 @@ def upward(found):
 def test_imports_point_down():
     found = list(modules())
     assert len(found) > 80
-    assert {layer(module) for module, _ in found} >= set(range(len(LAYERS)))  # no name of the list is out of date
+    assert {layer(module) for module, _ in found} >= set(range(len(LAYERS)))  # every layer in the list has modules
     assert upward(found) == []
 
 
@@ -101,7 +101,7 @@ def test_the_rule_notices(tmp_path, module, line, fails):
 
 
 def test_only_the_layout_file_knows_the_names_of_layouts():
-    """Elsewhere a layout is a value: code that asks for its name or its rounds would not know the next one."""
+    """Elsewhere a layout is an opaque value: code that checks its name or rounds would break with a new layout."""
     names = {"contiguous", "zigzag", "rounds"}
     found = []
     for module, path in modules():

@@ -1,7 +1,7 @@
-"""The contract that every kernel must pass: one block, forward and backward, against the oracle.
+"""The contract that every kernel must satisfy: one block, forward and backward, against the float64 reference.
 
-Every kernel of the list runs here, on a CPU, by all of its emulations. A case that a kernel refuses by `unsupported`
-must be refused with a reason; all others must be exact. None of them is named.
+Every registered kernel runs here on a CPU, in each of its emulation modes. If a kernel's `unsupported` rejects a case,
+it must give a reason; all other cases must be exact. These tests treat all kernels alike.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ def kernel(request):
 
 
 def refused(kernel, mask=None, bias=None, softcap=None, layout=None, devices=1, slots=64, length=None):
-    """The reason why a kernel cannot take such blocks, in what its platform computes in; None if it can."""
+    """Return why a kernel cannot take such blocks in bfloat16 on its own platform; None if it can."""
     (name,) = (name for name, other in KERNELS.items() if other is kernel)
     shape = jax.ShapeDtypeStruct((1, slots, 2, 64), jnp.bfloat16)
     request = make_request(
@@ -58,7 +58,7 @@ def refused(kernel, mask=None, bias=None, softcap=None, layout=None, devices=1, 
 
 
 def random_ranges(rng, rows, queries, keys):
-    """Monotone ranges; some are empty, some cover everything."""
+    """Return monotone ranges; some are empty, some cover all keys."""
     start, end = np.sort(rng.integers(-keys // 3, keys + keys // 3, (2, rows, queries)).clip(0, keys), axis=-1)
     return start.astype(np.int32), end.astype(np.int32)
 
@@ -79,7 +79,7 @@ def visible_keys(start, end, keys):
 
 
 def oracle(inputs, start, end, positions, options, dout):
-    """Output, lse and gradients in float64."""
+    """Return output, lse and gradients in float64."""
     with jax.enable_x64(True):
         *inputs, dout = (jnp.asarray(x.astype(np.float64)) for x in (*inputs, dout))
         distance = positions[1][None, :] - positions[0][:, None]
@@ -127,14 +127,14 @@ def test_every_kernel_has_all_that_the_contract_asks_for(kernel):
 @pytest.mark.parametrize("layout", [sa.contiguous(), sa.zigzag(), sa.striped()], ids=repr)
 @pytest.mark.parametrize("mask", [sa.causal(), sa.full(), sa.sliding_window(17)], ids=str)
 def test_what_every_kernel_must_accept(kernel, layout, mask):
-    """Otherwise all of its cases below could be refused."""
+    """Every kernel accepts these masks and layouts; otherwise it could reject every case below."""
     assert refused(kernel, mask, layout=layout, devices=3, slots=12) is None
     assert refused(kernel, mask, layout=sa.striped(4), devices=1, slots=12) is None
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_arbitrary_ranges(kernel, shape):
-    """One mask for all sequences, then one for each."""
+    """Arbitrary ranges are exact with one mask for all sequences, and with one per sequence."""
     if refused(kernel):
         with pytest.raises(NotImplementedError, match="takes no ranges"):
             kernel.attend(jnp.zeros((1, 8, 2, 8)))(*jnp.zeros((2, 1, 8, 2, 8)), Block(*np.zeros((4, 1, 8), np.int32)))
@@ -149,9 +149,9 @@ def test_arbitrary_ranges(kernel, shape):
 @pytest.mark.parametrize("layout", [sa.contiguous(), sa.zigzag(), sa.striped(), sa.striped(3)], ids=repr)
 @pytest.mark.parametrize("mask", [sa.causal(), sa.full(), sa.sliding_window(7), sa.sliding_window(17)], ids=str)
 def test_the_blocks_of_a_ring(kernel, layout, mask):
-    """Those of a mask that is known while tracing, which kernels without ranges recognise by the layout's runs.
+    """Blocks of a mask known at trace time are exact; kernels without ranges recognise them by the layout's runs.
 
-    To kernels with ranges they are ranges like others: one suffices.
+    Kernels with ranges treat these like any other ranges, so one block suffices for them.
     """
     devices, slots, dim = 3, 12, 8
     if refused(kernel, mask, layout=layout, devices=devices, slots=slots):
@@ -170,7 +170,7 @@ def test_the_blocks_of_a_ring(kernel, layout, mask):
 
 
 def test_queries_that_all_see_the_same_keys(kernel):
-    """The first ones of each sequence, which may be none: how new tokens see a cache. Forward only."""
+    """All queries of a sequence see the same first keys, possibly none, as new tokens see a cache. Forward only."""
     shape = (3, 24, 20, 4, 2, 8, None)
     assert refused(kernel, sa.full()) is None
     _, inputs, dout, positions = make(shape, 0)
@@ -195,13 +195,13 @@ def test_every_option(kernel, name, shape):
 
 
 def test_a_bias_of_minus_infinity_hides_keys(kernel):
-    """Whole tiles of them, for some queries all of them, though the mask shows every key."""
+    """A bias of -inf hides whole tiles of keys, and all keys of some queries, although the mask shows every key."""
     shape = (1, 16, 40, 4, 2, 8, (8, 8))
     _, inputs, dout, _ = make(shape, 0)
     start, end = np.zeros((1, 16), np.int32), np.full((1, 16), 40, np.int32)
     positions = np.r_[30:42, 80:84].astype(np.int32), np.arange(40, dtype=np.int32)
 
-    def bias(weights):  # far back is the last of the 4 buckets for keys before the query
+    def bias(weights):  # bucket 3, the last of the 4 for keys before the query, has the distant keys
         return sa.relative_bias(weights.T.at[3].set(-jnp.inf), bidirectional=True, max_distance=16)
 
     if refused(kernel, bias=bias(jnp.ones((2, 8)))):
@@ -222,7 +222,7 @@ def test_results_are_float32_for_smaller_inputs(kernel, dtype):
     pattern = Pattern(sa.striped(), 1, 24, causal=True, window=None, own=True)
     actual = kernel_run(kernel, (8, 12), inputs, start, end, positions, {}, dout, pattern)
     assert {x.dtype for x in actual} == {jnp.float32.dtype}
-    # Where tiles are float32 inside, the inputs' own rounding is the only one; others round probabilities too.
+    # Kernels with float32 tiles have only the rounding of the inputs; others also round probabilities.
     assert_close(actual, oracle(inputs, start, end, positions, {}, dout), 2.0**-7 if dtype == "bfloat16" else 2.0**-10)
 
 
@@ -276,7 +276,7 @@ def test_blocks_merge_to_the_whole_and_gradients_add_up(kernel):
 
 
 def test_requests_are_all_that_kernels_look_at(kernel):
-    """Frozen and hashable; a tile of one's own, or the kernel's."""
+    """Requests are hashable, and a kernel can choose its default tile from them alone."""
     shape = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
     request = make_request(shape, shape, mask=sa.causal(), layout=sa.striped(), devices=2, platform="cpu")
     assert hash(request) == hash(dataclasses.replace(request))
@@ -323,7 +323,7 @@ def test_tile_spans_cover_exactly_what_is_seen():
         for row, (first, inner_first, inner_last, last) in enumerate(np.stack(spans)[:, 0].T):
             rows = seen[row * tile_q : (row + 1) * tile_q]
             columns = np.flatnonzero(rows.any(axis=0))
-            if len(columns):  # from the first key seen to the last one, no further
+            if len(columns):  # from the first visible key to the last, no further
                 assert (first, last) == (columns[0] // tile_k, columns[-1] // tile_k + 1)
             else:
                 assert first == last

@@ -1,4 +1,4 @@
-"""The kernel for Hopper, without a GPU: its walks, its numbers in the interpreter, and that it lowers for GPUs."""
+"""The Hopper kernel without a GPU: its walks, its accuracy in the interpreter, and lowering for GPUs."""
 
 import re
 import sys
@@ -18,7 +18,7 @@ from tests.test_kernel_contract import assert_close, kernel_run, oracle, random_
 
 
 def wide_ranges(rng, rows, queries, keys):
-    """Monotone ranges, of which some see everything and some nothing, with tiles inside that need no mask."""
+    """Return monotone ranges: some cover all keys, some none, and some tiles inside them need no mask."""
     start = np.sort(rng.integers(-2 * keys, keys + 20, (rows, queries)).clip(0, keys), axis=-1)
     end = np.sort(rng.integers(-20, 3 * keys, (rows, queries)).clip(0, keys), axis=-1)
     return start.astype(np.int32), end.astype(np.int32)
@@ -71,7 +71,7 @@ TILES = {
 
 @pytest.mark.parametrize("case", TILES)
 def test_several_tiles_in_the_interpreter(case, monkeypatch):
-    """More of them than the contract's cases have, and wider ones; in bfloat16 as on a GPU."""
+    """More and wider tiles than in the contract's cases match the reference, in bfloat16 as on a GPU."""
     made = count_calls(monkeypatch, one_pass, "gradients")
     with hopper.emulated():
         check_tiles(*TILES[case])
@@ -92,7 +92,7 @@ def count_calls(monkeypatch, module, name):
 
 
 def check_tiles(shape, rows, options, **how):
-    """The kernel against the oracle, wherever it runs."""
+    """Compare the kernel with the float64 reference, on a GPU or in the interpreter; return its results."""
     batch, queries, keys, heads, kv_heads, dim, value_dim = shape
     rng = np.random.default_rng(0)
     q, dout = (rng.standard_normal((batch, queries, heads, n)).astype(jnp.bfloat16) for n in (dim, value_dim))
@@ -105,13 +105,13 @@ def check_tiles(shape, rows, options, **how):
     )
     found = kernel_run(hopper, None, inputs, start, end, positions, options | how, dout)
     assert {x.dtype for x in found} == {np.dtype("float32")}
-    # Probabilities are rounded before they are multiplied with values.
+    # Probabilities are rounded before they are multiplied by values.
     assert_close(found, oracle(inputs, start, end, positions, options, dout), 2.0**-7)
     return found
 
 
 def test_attention_in_the_interpreter():
-    """From the public entry, under shard_map, with packed documents and sinks. The interpreter knows no two devices."""
+    """`sa.attention` with packed documents and sinks is exact, on one device: the interpreter supports no more."""
     shape = Shape(batch=1, length=300, heads=2, kv_heads=1, dim=16, tile=None, sinks=True)
     arrays = shape.arrays()
     mask = sa.documents(np.sort(np.random.default_rng(0).integers(0, 4, (1, 300)), axis=1))
@@ -131,7 +131,7 @@ def test_attention_in_the_interpreter():
     ids=str,
 )
 def test_it_lowers_for_gpus(dim, options, kernels):
-    """For which there need be none here. The backward pass is one kernel, or those of queries and of keys."""
+    """Lowering needs no GPU. The backward pass is one kernel, or separate kernels for queries and for keys."""
     shape = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
     q, k = shape(1, 256, 4, dim), shape(1, 256, 2, dim)
     out, lse = shape(*q.shape, dtype=jnp.float32), shape(1, 256, 4, dtype=jnp.float32)
@@ -175,7 +175,7 @@ def test_what_it_refuses(asked, reason):
 
 @pytest.mark.parametrize("device", ["NVIDIA H200", "NVIDIA H100 80GB HBM3", "NVIDIA GH200 480GB", ""])
 def test_it_is_taken_by_name_alone(device, monkeypatch):
-    """Until it has been measured. A slow kernel's warning says that it is there."""
+    """Until it has been measured, it is never chosen automatically; the warning about a slow kernel mentions it."""
     assert choose("hopper", request(device)).name == "hopper"
     assert choose_stripes("hopper", request(device), 8192) == sa.striped(128)
     assert choose("auto", request(device)).name == "xla"

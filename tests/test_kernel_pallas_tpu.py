@@ -1,4 +1,4 @@
-"""The TPU kernel beyond the contract, in the interpreter: real tiles, rings, what is run, and what is refused."""
+"""The TPU kernel beyond the contract, in the interpreter: real tile sizes, executed tiles, and rejected requests."""
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,12 @@ def test_heads_and_tiles_as_models_have_them(dim, dtype):
     positions = np.arange(200, dtype=np.int32), np.arange(300, dtype=np.int32)
     with emulated():
         actual = kernel_run(KERNELS["pallas_tpu"], (128, 128), inputs, start, end, positions, {}, dout)
-    tolerance = 1e-5 if dtype == "float32" else 2.0**-7  # the inputs' own rounding, and that of probabilities
+    tolerance = 1e-5 if dtype == "float32" else 2.0**-7  # rounding of inputs and of probabilities
     assert_close(actual, oracle(inputs, start, end, positions, {}, dout), tolerance)
 
 
 def wide(shape, dtype="float32"):
-    """q, k, v, weights of a bias, and dout."""
+    """Return q, k, v, the weights of a bias, and dout."""
     batch, queries, keys, heads, kv_heads, dim = shape
     rng = np.random.default_rng(0)
     q, dout = rng.standard_normal((2, batch, queries, heads, dim)).astype(dtype)
@@ -41,7 +41,7 @@ def wide(shape, dtype="float32"):
 
 @pytest.mark.parametrize("by_columns", [False, True])
 def test_the_list_is_the_planned_tiles(by_columns):
-    """Every one once, in order, inner ones known; and one step for each row or column that nobody sees, at the end."""
+    """The list has each planned tile once, in order, inner ones marked; then a step per row or column without tiles."""
     rng = np.random.default_rng(0)
     for queries, keys in [(24, 24), (85, 13), (5, 70)] * 7:
         start, end = random_ranges(rng, 1, queries, keys)
@@ -67,7 +67,7 @@ def test_the_list_is_the_planned_tiles(by_columns):
 
 
 def test_hidden_tiles_are_no_steps_of_the_grid():
-    """Forward and backward take as many steps as there are tiles to run: of 16 tiles of a causal block, 10."""
+    """The grid has one step per head and visible tile, 10 of 16 in a causal block, forward and backward."""
     steps = []
 
     def record(token, point, core):

@@ -1,4 +1,4 @@
-"""benchmarks/kill_test.py with two kills (its own default is ten) and a smaller model."""
+"""Run benchmarks/kill_test.py with two kills (its default is ten) and a smaller model."""
 
 import json
 import pathlib

@@ -31,7 +31,7 @@ def test_every_token_has_one_slot_and_slots_are_sorted(layout, devices, length):
 @given(layout=layouts, devices=st.integers(1, 9), length=st.integers(1, 200))
 def test_count_before_counts(layout, devices, length):
     padded = layout.padded_length(length, devices)
-    limits = np.concatenate([np.arange(-3, padded + 4), [-(2**40), 2**40]])  # nothing lies outside the text
+    limits = np.concatenate([np.arange(-3, padded + 4), [-(2**40), 2**40]])  # also limits outside the sequence
     for device in range(devices):
         positions = layout.positions(device, padded, devices)
         expected = (positions[None, :] < limits[:, None]).sum(axis=1)
@@ -41,7 +41,10 @@ def test_count_before_counts(layout, devices, length):
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(layout=layouts, groups=st.integers(1, 5), members=st.integers(1, 5), length=st.integers(1, 200))
 def test_layouts_are_closed_under_grouping(layout, groups, members, length):
-    """Whatever the last round has left; and all groups are joined alike."""
+    """A group's sorted tokens are one device's share of the grouped layout, even with an incomplete last round.
+
+    `join` reorders all groups alike.
+    """
     devices = groups * members
     padded = layout.padded_length(length, devices)
     held = layout.order(padded, devices).reshape(groups, -1)

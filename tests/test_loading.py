@@ -1,4 +1,4 @@
-"""Loading for generation: every device's part of a fused weight, and sizes that follow from the memory of devices."""
+"""Loading for generation: each device's shard of the fused weights, and sizes that follow from device memory."""
 
 import os
 import subprocess
@@ -21,15 +21,13 @@ from tests.chat_model import write_model
 
 SIZES = dict(layers=2, dim=24, ffn=32, vocabulary=40)
 MODELS = {
-    "grouped": ModelConfig(
-        **SIZES, heads=4, kv_heads=2, head_width=10
-    ),  # 80 rows of qkv: on 8 devices cut within heads
-    "biases": ModelConfig(**SIZES, heads=3, kv_heads=1, biases=True, tied=True),
+    "grouped": ModelConfig(**SIZES, heads=4, kv_heads=2, head_width=10),  # 80 rows of qkv
+    "biases": ModelConfig(**SIZES, heads=3, kv_heads=1, biases=True, tied=True),  # 40 rows: 8 devices split heads
 }
 
 
 def random_weights(config):
-    """Also norms and biases, which `init` makes ones and zeros of."""
+    """Return random weights, including norms and biases, which `init` sets to ones and zeros."""
     leaves, structure = jax.tree.flatten(init(config, jax.random.key(0)))
     keys = jax.random.split(jax.random.key(1), len(leaves))
     return jax.tree.unflatten(structure, [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)])
@@ -95,7 +93,7 @@ def test_chunks_are_as_large_as_memory_allows():
 
 
 def test_compiled_programs_are_kept_between_runs(tmp_path):
-    """Two starts of `striped generate` in a home of their own: the second one compiles nothing anew."""
+    """With a fresh cache directory, the second start of `striped generate` compiles nothing new."""
     write_model(tmp_path / "model")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}

@@ -1,4 +1,4 @@
-"""Masks are what they are named, and any block of any layout is two monotone vectors (the one theorem)."""
+"""Masks show what their names say, and two monotone vectors describe any block of any layout (the key property)."""
 
 import itertools
 

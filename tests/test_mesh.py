@@ -14,7 +14,7 @@ from striped_attention.runtime.mesh import rings
 
 
 def hops(ring):
-    """How far apart neighbours are, the last and the first too."""
+    """Return the distances between neighbours in a ring, including from the last to the first."""
     return [sum(abs(a - b) for a, b in zip(x, y, strict=True)) for x, y in zip(ring, [*ring[1:], ring[0]], strict=True)]
 
 
@@ -53,7 +53,7 @@ def test_rings_keep_to_a_slice(slices, size, held):
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """As much of a TPU as a mesh looks at."""
+    """The attributes of a TPU that a mesh depends on."""
 
     id: int
     coords: tuple[int, ...]

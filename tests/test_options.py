@@ -1,4 +1,4 @@
-"""Options: from files, from the record of a run, and their help: `striped --version`, `--config FILE`, `--resume`."""
+"""Options from files and from a run's record, and their help: `striped --version`, `--config FILE`, `--resume`."""
 
 import dataclasses
 import json
@@ -93,12 +93,12 @@ def test_resume_needs_only_the_folder_of_the_run(tmp_path, capsys):
     first, second = json.loads((folder / "run.json").read_text())
     assert second["from_step"] == 2
     assert second["options"] == first["options"] | {"steps": 3, "batch": 2, "resume": True}
-    assert first["options"]["layout"] == "auto", "what was asked for, to be chosen anew on other devices"
+    assert first["options"]["layout"] == "auto", "kept as given, to be resolved again on other devices"
     assert first["settled"]["layout"] in ("contiguous", "zigzag", "striped")
     with pytest.raises(SystemExit):
         cli.main(["train", "--resume", f"--checkpoint-dir={folder}", "--stepps", "3"])
     assert cli.main(["train", "--resume", f"--checkpoint-dir={folder}", "--seed", "8", "--steps", "4"]) == 2
-    assert "seed" in capsys.readouterr().err, "another seed would be another run"
+    assert "seed" in capsys.readouterr().err, "a different seed would be a different run"
 
 
 def test_the_help_of_a_suite_shows_its_options_and_defaults(capsys):
@@ -125,7 +125,7 @@ def test_lengths_are_written_in_one_way(flag, capsys):
 
 @pytest.mark.parametrize("width", [80, 100, 140])
 def test_help_texts_fill_the_lines(width, capsys, monkeypatch):
-    """Line breaks of the source are not kept, except between paragraphs."""
+    """Help texts are wrapped to the terminal; only breaks between paragraphs are kept."""
     monkeypatch.setenv("COLUMNS", str(width))
     with pytest.raises(SystemExit):
         cli.main(["plan", "--help"])

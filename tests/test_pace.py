@@ -1,4 +1,4 @@
-"""Which steps are called slow. No time passes: seconds and clock are given."""
+"""Detection of slow steps. The tests supply durations and the clock, so they need not wait."""
 
 import itertools
 
@@ -6,7 +6,7 @@ from striped_attention.training.pace import Pace
 
 
 def remarks(seconds, clock=lambda: 0.0):
-    """What is said of steps that take so long, by their numbers."""
+    """Return the reports on steps that take the given seconds, by step number."""
     pace = Pace(clock)
     said = {step: pace.remark(step, float(taken), 0.0) for step, taken in enumerate(seconds, 1)}
     return {step: text for step, text in said.items() if text is not None}
@@ -17,11 +17,11 @@ def test_a_step_is_slow_by_the_median_of_the_last_fifty():
     assert remarks([2.0] * 30 + [5.9]) == {}
     minutes = itertools.count(0.0, 60.0)
     slower = remarks([1.0] * 40 + [10.0] * 60 + [50.0], lambda: next(minutes))
-    assert list(slower) == [*range(41, 66), 101], "until it is usual"
+    assert list(slower) == [*range(41, 66), 101], "until the slower pace is usual"
 
 
 def test_first_steps_and_fractions_of_a_second_are_not_slow():
-    assert remarks([300.0, 90.0] + [1.0] * 9 + [30.0]) == {}, "too few to compare with"
+    assert remarks([300.0, 90.0] + [1.0] * 9 + [30.0]) == {}, "too few steps to compare with"
     assert remarks([0.01] * 30 + [0.9]) == {}
 
 

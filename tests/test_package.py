@@ -1,4 +1,4 @@
-"""The package as a stranger meets it: light to import, silent until used, with a README that runs."""
+"""The package as a new user meets it: light to import, no backend started on import, and a README that runs."""
 
 import json
 import os
@@ -56,7 +56,7 @@ print(json.dumps([sorted({m.split(".")[0] for m in set(sys.modules) - before}), 
 
 
 def test_examples_of_the_documentation_run_word_for_word():
-    """One after the other, each with no names but its own."""
+    """Every Python example of the documentation runs, in order, each in its own namespace."""
     texts = {name: (ROOT / name).read_text() for name in ("README.md", "docs/planning.md", "docs/inference.md")}
     found = {name: re.findall(r"```python\n(.*?)```", text, re.DOTALL) for name, text in texts.items()}
     assert all(found.values())
@@ -84,7 +84,7 @@ def test_models_of_other_libraries_give_the_same_losses_and_gradients(name):
 
 
 def test_the_quickstart_checks_itself_and_shows_the_work_of_each_device():
-    """Compiled as users compile it, unlike most of the tests."""
+    """The quickstart runs with the compiler settings of users, unlike most of the tests."""
     text = run("import runpy; runpy.run_path('examples/quickstart.py', run_name='__main__')")
     assert "equals dense attention" in text
     for layout in ("contiguous", "striped", "zigzag"):
@@ -92,7 +92,7 @@ def test_the_quickstart_checks_itself_and_shows_the_work_of_each_device():
 
 
 def test_names_of_modules_in_the_documents_exist():
-    """Dotted ones, like striped_attention.core.mask, and paths of files."""
+    """Every dotted name in the documents, like striped_attention.core.mask, and every file path exists."""
     documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*")]
     text = "\n".join(path.read_text() for path in documents if path.is_file())
     names = set(re.findall(r"\bstriped_(?:attention|bench)(?:\.\w+)+", text))

@@ -1,4 +1,4 @@
-"""The planner: counts as the kernels run them, times that measurements bear out, answers without any device."""
+"""The planner: counts match the kernels, times match measurements, and no device is needed."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ LAYOUTS = {
     "zigzag()": sa.zigzag(),
     "zigzag": sa.zigzag(),
 }
-# The measurements have no wire.
+# The measurements involve no interconnect.
 H200 = dataclasses.replace(HARDWARE["h200"], wire=math.inf, far_wire=math.inf)
 
 
@@ -52,11 +52,11 @@ def masks(length):
 
 @pytest.mark.parametrize("layout", [sa.contiguous(), *map(sa.striped, (1, 4, 7, 8, 16, 20)), sa.zigzag()], ids=repr)
 def test_rows_of_tiles_count_what_blocks_count(layout):
-    """Exactly where it says so, and never less."""
+    """Counts by rows of tiles are exact where reported as exact, and never too small."""
     tiles = [(8, 8), (4, 16), (16, 5)]
     for devices, length in ((1, 50), (2, 37), (3, 96), (4, 130), (5, 333), (8, 512)):
         for i, (name, mask) in enumerate(masks(length).items()):
-            # Counting block by block is slow: every tile with every mask on few devices, on many they take turns.
+            # Counting block by block is slow: on 4 or more devices, each mask is tested with only one tile size.
             for tile in tiles if devices < 4 else [tiles[(i + devices) % 3]]:
                 truth = count_tiles(layout, mask, length, devices, tile)
                 found, exact = count_tile_rows(layout, mask, length, devices, tile)
@@ -67,7 +67,7 @@ def test_rows_of_tiles_count_what_blocks_count(layout):
 
 
 def test_the_longest_text_there_is_can_be_counted():
-    """Positions are int32; nothing may run over."""
+    """Counts of the longest possible sequence do not overflow, although positions are int32."""
     length, tile = 2**31 - 2, (2**20, 2**20)
     for layout in (sa.contiguous(), sa.striped(2**20), sa.zigzag()):
         found, exact = count_tile_rows(layout, sa.causal(), length, 1, tile)
@@ -76,19 +76,19 @@ def test_the_longest_text_there_is_can_be_counted():
 
 
 def _attention_rows():
-    """Every ring that was measured on a GPU: the file, and a row of its summary."""
+    """Return every ring that was measured on a GPU, as (file name, row of its summary)."""
     files = sorted(RESULTS.glob("gpu_attention_*.json"))
     return [(file.name, row) for file in files for row in json.loads(file.read_text())["summary"]]
 
 
 def _shape(heads):
-    """A model of one layer with these heads, of 128 each."""
+    """Return a one-layer model with the given heads, e.g. 32:8, of dimension 128 each."""
     queries, keys = map(int, heads.split(":"))
     return ModelConfig(layers=1, dim=128 * queries, ffn=128, heads=queries, kv_heads=keys, vocabulary=128)
 
 
 def test_attention_on_gpus_takes_as_long_as_planned():
-    """Within 10 %, and within 3 % on average: docs/planning.md says so."""
+    """Planned times are within 10 % of measured ones, and within 3 % on average, as docs/planning.md states."""
     errors = {"forward": [], "backward": []}
     for _, row in _attention_rows():
         layout = LAYOUTS[row["layout"]]
@@ -124,13 +124,13 @@ def test_the_rates_of_cudnn_are_those_measured(kind):
 
 
 def _mask_rows():
-    """Every ring of the `xla` kernel that was measured on a GPU, by its critical path."""
+    """Return every ring of the `xla` kernel whose critical path was measured on a GPU."""
     files = sorted(RESULTS.glob("gpu_masks_*.json"))
     return [row for file in files for row in json.loads(file.read_text())["rows"]]
 
 
 def test_every_mask_on_gpus_takes_as_long_as_planned():
-    """Within 10 %, and within 2 % on average. What is measured is a critical path, so that is what is planned here."""
+    """Planned critical paths are within 10 % of measured ones, and within 2 % on average."""
     shape, errors = _shape("32:8"), []
     for row in _mask_rows():
         layout, mask = parse_layout(row["layout"]), parse_mask(row["mask"], row["length"])
@@ -193,7 +193,7 @@ def _cpu_rows():
 
 
 def test_rings_of_cpus_take_as_long_as_planned():
-    """Two cores, float32, 8 heads × 64; within the 20 % by which such times drift."""
+    """With two cores, float32 and 8 heads × 64, planned times are within 20 % of measured ones, which drift as much."""
     shape = ModelConfig(layers=1, dim=512, ffn=128, heads=8, kv_heads=8, vocabulary=128)
     for length, layout, forward, both in _cpu_rows():
         found = sa.plan(2, length, hardware="cpu", model=shape, layouts=[layout])
@@ -203,7 +203,7 @@ def test_rings_of_cpus_take_as_long_as_planned():
 
 
 def test_a_ring_waits_for_the_busiest_neighbour_and_for_the_wire():
-    """Three devices, two steps; one of them has twice as much to do in the first."""
+    """A ring of three devices waits for transfers and for the device with twice the work in the first of two steps."""
     tiles = np.array([[2, 1, 1], [1, 1, 1]])
     base = dict(tiles=tiles, block=np.array([0, 1]), part=np.ones(2), per_tile=1.0, per_step=0.0)
     quick = Pass(**base, sent=np.array([1.0, 0.0]), wire=2.0).timeline()
@@ -212,7 +212,7 @@ def test_a_ring_waits_for_the_busiest_neighbour_and_for_the_wire():
     slow = Pass(**base, sent=np.array([3.0, 0.0]), wire=1.0, latency=0.25).timeline()
     np.testing.assert_array_equal(slow.begin, [[0, 3.25]] * 3)
     assert slow.seconds == 4.25
-    # A device that is late keeps its neighbours' next transfers waiting, not the others'.
+    # A late device delays its neighbours' next transfers, not those of other devices.
     tiles = np.array([[3, 1, 1, 1, 1], [1] * 5, [1] * 5])
     base |= dict(tiles=tiles, block=np.arange(3), part=np.ones(3))
     late = Pass(**base, sent=np.array([0.5, 0.5, 0.0]), wire=1.0, latency=0.25).timeline()
@@ -261,7 +261,7 @@ def test_one_device_has_no_wire():
 
 def test_batches_take_longer_in_proportion():
     one, four = (sa.plan(8, 65_536, model="1b", hardware=H200, batch=batch) for batch in (1, 4))
-    assert 3.6 < four.best.step_seconds / one.best.step_seconds < 4  # a step has its price whatever it does
+    assert 3.6 < four.best.step_seconds / one.best.step_seconds < 4  # every step has a fixed cost
     assert four.best.tokens_per_second * four.best.step_seconds == pytest.approx(4 * 65_536)
 
 
@@ -313,13 +313,13 @@ def _mean(choice, which):
 def test_gathering_weights_takes_time_where_arithmetic_is_short():
     slow = dataclasses.replace(HARDWARE["h100"], wire=1e9)
     quick, waits = (sa.plan(8, 4096, model="7b", hardware=hardware, layouts=[]).best for hardware in ("h100", slow))
-    weights = 7 / 8 * (waits.setting.model.parameters) * (2 * 2 + 4)  # twice in bf16, their gradients in float32
+    weights = 7 / 8 * (waits.setting.model.parameters) * (2 * 2 + 4)  # twice in bf16, and their gradients in float32
     assert waits.step_seconds - 32 * waits.attention_seconds == pytest.approx(weights / 1e9, rel=0.01)
     assert quick.step_seconds - 32 * quick.attention_seconds < weights / 1e9 / 10
 
 
 def test_documents_of_a_batch_are_counted_once_each():
-    """One row of documents for all of a batch, or the same one for each of them: the same work."""
+    """One row of documents shared by a batch costs the same as that row repeated for each sequence."""
     mask = packed(16_384, median=500)
     four = dataclasses.replace(mask, lo=np.tile(mask.lo, (4, 1)))
     shared, own = (sa.plan(4, 16_384, mask=m, batch=4, model="1b", hardware="h100") for m in (mask, four))

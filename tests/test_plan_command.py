@@ -1,4 +1,4 @@
-"""`striped plan`: what it prints, what it keeps, what it refuses."""
+"""`striped plan`: what it prints, writes and rejects."""
 
 import io
 import json
@@ -11,7 +11,11 @@ import striped_attention as sa
 from striped_attention import cli
 from striped_attention.cli import plan as plan_command
 from striped_attention.cli.plan import PlanConfig
+from striped_attention.core.mask import packed
+from striped_attention.planning.cost import estimate
 from striped_attention.strategies import choice as strategy_choice
+from striped_attention.training import settle
+from striped_attention.training.config import TrainConfig
 
 
 def run(capsys, *arguments):
@@ -31,11 +35,11 @@ def test_a_plan_names_the_best_layout_and_draws_the_imbalance(capsys):
     assert "cudnn (measured on an H200): zigzag(), striped(1), contiguous()" in text
     assert "xla (measured on an H200): striped(256), striped(1024)" in text
     assert "kept for the backward pass" in text
-    assert "computes 123.21 TFLOP" in text  # 7 × (256 Ki)² / 8 × 16 × 128 × 2 of useful ones, and a little more
+    assert "computes 123.21 TFLOP" in text  # of which 7 × (256 Ki)² / 8 × 16 × 128 × 2 FLOP are useful
 
 
 def test_nodes_of_other_sizes(capsys):
-    """A ring of 4 GPUs leaves nodes of 2, and double rings and heads are then those of 2 neighbours."""
+    """With nodes of 2, a ring of 4 GPUs spans nodes, and double rings and heads use the 2 GPUs of a node."""
     code, text, _ = run(capsys, "--devices", 4, "--length", "64k", "--devices-per-node", 2)
     assert code == 0
     assert "on 4 × h100, 2 per node, llama3-8b" in text
@@ -45,7 +49,7 @@ def test_nodes_of_other_sizes(capsys):
     assert small.setting.hardware.group == 2
     assert small.best.slow_bytes > usual.best.slow_bytes == 0
     assert small.best.workload.wire == small.setting.hardware.far_wire
-    large = sa.plan(72, 72 * 8192, hardware="b200", devices_per_node=72)  # a rack of NVLink
+    large = sa.plan(72, 72 * 8192, hardware="b200", devices_per_node=72)  # an NVLink rack
     assert large.best.workload.wire == large.setting.hardware.wire
     code, _, error = run(capsys, "--devices", 4, "--length", "64k", "--devices-per-node", 0)
     assert (code, error) == (2, "striped: devices_per_node must be a whole number of at least 1; got 0.\n")
@@ -163,3 +167,14 @@ def test_many_devices_are_drawn_as_the_busiest_of_several():
     assert len(lines) == len(lines[0]) == plan_command.LARGEST_PICTURE
     assert [line.count("█") for line in lines] == list(range(1, 33))
     assert scale == f"█ is {found.baseline.tiles.max():,} tiles"
+
+
+@pytest.mark.parametrize(("preset", "length", "devices"), [("1b", 262_144, 8), ("llama3-8b", 524_288, 64)])
+def test_a_dry_run_and_a_plan_give_the_same_figures(preset, length, devices):
+    """The time per step, the memory, the strategy and the layout of one run."""
+    planned = sa.plan(devices, length, mask=packed(length), model=preset).fastest
+    config, sizes = TrainConfig(preset=preset, sequence_length=length), {"data": 1, "sequence": devices}
+    settled, lines = settle.settled(config, sizes, documents=True)
+    assert lines[0].startswith(f"--strategy auto takes {planned.strategy}: {planned.step_seconds:.3g} s per step")
+    assert settled.make_layout(devices) == planned.layout
+    assert estimate(settled, sizes).memory == planned.memory

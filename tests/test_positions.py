@@ -1,4 +1,4 @@
-"""Every position scheme in use: a model in layout order, fed by layout positions, equals the model in text order."""
+"""Common position schemes: a model in layout order, given layout positions, equals the model in sequence order."""
 
 import functools
 
@@ -21,7 +21,7 @@ TABLE = jnp.asarray(RNG.standard_normal((32, HEADS)), jnp.float32)
 
 
 def rotary(x, positions):
-    """Rotate pairs of channels; angles in float32 from whole positions (bfloat16 would round 257 to 256)."""
+    """Rotate pairs of channels; angles in float32 from integer positions (bfloat16 would round 257 to 256)."""
     frequency = 10000.0 ** (-jnp.arange(0, DIM, 2, dtype=jnp.float32) / DIM)
     angle = (positions.astype(jnp.float32)[:, None] * frequency)[None, :, None, :]
     cos, sin = jnp.cos(angle).astype(x.dtype), jnp.sin(angle).astype(x.dtype)
@@ -39,7 +39,7 @@ SCHEMES = ["rotary", "learned", "sinusoidal", "alibi", "t5"]
 
 
 def model(scheme, attend, x, positions):
-    """One attention layer whose positions come from `positions`, whatever order x is in."""
+    """Apply one attention layer to x in any token order; `positions` holds the position of each token."""
     if scheme == "learned":
         x = x + LEARNED[positions].astype(x.dtype)
     if scheme == "sinusoidal":
@@ -71,7 +71,7 @@ def test_a_permuted_model_equals_the_unpermuted_one(scheme, layout):
 
 
 def assert_same(permuted, plain, x):
-    """Output and gradient, in float32 on the mesh and in float64 in text order."""
+    """Check output and gradient in float32 on the mesh against float64 in sequence order."""
 
     def with_gradient(run, x):
         out, pull = jax.vjp(run, x)
@@ -105,7 +105,7 @@ def test_positions_inside_shard_map_feed_rotary_embeddings():
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_t5_buckets_follow_the_published_formula(bidirectional):
-    """The scalar formula of T5's paper code, in float32, distance by distance."""
+    """T5 buckets equal the scalar float32 formula of the T5 paper's code at every distance."""
     bias = sa.relative_bias(jnp.arange(32.0)[:, None], bidirectional=bidirectional, max_distance=128)
     for distance in range(-300, 301):
         buckets, found = 32, 0

@@ -1,4 +1,4 @@
-"""Prefill is exact by every strategy, and `striped generate` takes the one that is planned to be fastest."""
+"""Prefill is exact with every strategy, and `striped generate` chooses the one that is planned to be fastest."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from striped_attention.models.llama import PRESETS
 from tests.compare import factorings
 from tests.test_cache import BATCH, LAYOUTS, assert_close, empty, text, truth
 
-# A ring alone is what tests/test_cache.py has.
+# tests/test_cache.py covers the plain ring.
 CASES = [(devices, found) for devices in (2, 4, 8) for found in factorings(devices) if found.group in (4, devices)]
 CASES += [(4, sa.strategy(heads=2)), (4, sa.strategy(inner=2)), (8, sa.strategy(gather=2, inner=2))]
 HEADS = 24
@@ -32,7 +32,7 @@ OPTIONS = [
 
 
 def prefill_pieces(cache, arrays, pieces, **options):
-    """What comes of a prompt in pieces that differ from sequence to sequence, [batch, tokens, heads, dim]."""
+    """Prefill in chunks whose sizes differ between sequences; return the output, [batch, tokens, heads, dim]."""
     size, have, found = max(map(max, pieces)), np.zeros(BATCH, int), [[] for _ in range(BATCH)]
     run = jax.jit(functools.partial(sa.prefill_attention, **options))
     for counts in pieces:
@@ -48,7 +48,7 @@ def prefill_pieces(cache, arrays, pieces, **options):
 
 @pytest.mark.parametrize(("devices", "strategy"), CASES, ids=[f"{n} as {s.heads}x{s.gather}" for n, s in CASES])
 def test_prefill_is_exact_by_every_strategy(devices, strategy):
-    """Pieces of 13 tokens or fewer; layouts, windows, options and key heads, most of which do not divide, in turn."""
+    """Prefill in chunks of up to 13 tokens is exact; cases vary layout, window, options and key heads (few divide)."""
     which = CASES.index((devices, strategy))
     kv_heads, window, options = [1, 2, 3, 8, 6][which % 5], [None, 7][which % 2], OPTIONS[which % 3]
     arrays = text(26, HEADS, kv_heads, 4)
@@ -68,7 +68,7 @@ def test_strategies_by_name_beside_axes_for_batch_and_heads(strategy):
 
 @pytest.mark.parametrize("strategy", ["ring", sa.strategy(heads=2)], ids=str)
 def test_a_cache_over_two_mesh_axes(strategy):
-    """In another order than the mesh has them; prefill in two pieces, and the last token once more."""
+    """Prefill in two chunks and decoding are exact over two mesh axes in another order than the mesh's."""
     where = dict(mesh=jax.make_mesh((2, 2), ("gpu", "node"), devices=jax.devices()[:4]), axis_name=("node", "gpu"))
     cache = sa.KVCache.empty(BATCH, 16, 2, 8, layout=sa.striped(2), dtype="float32", **where)
     assert cache.devices == 4
@@ -123,11 +123,11 @@ def settle(devices=8, model="llama3-8b", capacity=65_536, platform="gpu", kind="
 
 
 def test_generate_chooses_layout_and_strategy_together(monkeypatch):
-    monkeypatch.setattr(cudnn.binding, "EMULATED", True)  # as if cuDNN were here
+    monkeypatch.setattr(cudnn.binding, "EMULATED", True)  # as if cuDNN were available
     assert settle() == (sa.striped(16), sa.strategy(heads=8))
     assert settle(strategy="ring") == (sa.striped(), sa.strategy())
     assert settle(1)[1] == sa.strategy()
-    # The stripes of eight devices together are as wide as a tile, here and above.
+    # Here and above, the stripes of eight devices together are as wide as a tile.
     assert settle(platform="cpu", kind="cpu", strategy="heads") == (sa.striped(32), sa.strategy(heads=8))
     assert settle(platform="cpu", kind="cpu", strategy="ring") == (sa.striped(256), sa.strategy())
 
@@ -155,7 +155,7 @@ def test_a_kernel_for_generation_must_do_every_kind_of_layer(monkeypatch):
     monkeypatch.setitem(PRESETS, "mixed", dataclasses.replace(plain, window=1024, full_every=2))
     monkeypatch.setitem(PRESETS, "capped", dataclasses.replace(plain, softcap=50.0))
     assert settle(1, kernel="cudnn") == settle(1)
-    assert settle(8, "mixed")[1] == settle(8)[1], "by the layers that see the most"
+    assert settle(8, "mixed")[1] == settle(8)[1], "chosen by the layers that see the most keys"
     with pytest.raises(UsageError, match=r"--kernel cudnn cannot do this: .* or the ranges of a windowed cache"):
         settle(1, "mixed", kernel="cudnn")
     with pytest.raises(UsageError, match="--kernel cudnn cannot do this: It does not support softcap"):

@@ -1,4 +1,4 @@
-"""examples/long_context.md, word for word: its commands with a small model and text, and its planned costs."""
+"""examples/long_context.md, verbatim: its commands, run with a small model and dataset, and its planned costs."""
 
 import json
 import pathlib
@@ -16,9 +16,9 @@ from tests.test_huggingface import libraries
 
 RECIPE = (pathlib.Path(__file__).parent.parent / "examples" / "long_context.md").read_text()
 MODEL, LENGTH, BEFORE = "Meta-Llama-3-8B", 131_072, 8_192
-FETCHED = ["pip", "hf"]  # what is got from elsewhere, and stands ready in the tests
+FETCHED = ["pip", "hf"]  # programs that download; the tests provide the files
 
-# Sizes of the recipe and of the tests: as words of a command, in this order.
+# Sizes in the recipe: sizes in the tests, as words of a command, replaced in this order.
 TOY = {
     "--length 128k": "--length 4k",
     "131072": "512",
@@ -36,7 +36,7 @@ def blocks(language):
 
 
 def commands():
-    """The commands of the recipe, a text each."""
+    """Return the commands of the recipe, one string each."""
     text = "".join(blocks("bash")).replace("\\\n", " ")
     return [re.sub(r" +", " ", line).strip() for line in text.splitlines()]
 
@@ -48,8 +48,10 @@ def small(command):
 
 
 def planned(devices, hardware, mask):
-    """What the table says of a node or more: memory, and tokens/s and hours for 1,000 steps of 8 sequences, to two
-    digits: a plan is no better."""
+    """Return the figures of a table row: memory in bytes, and tokens/s and hours for 1,000 steps of 8 sequences.
+
+    Rates and hours are rounded to two digits, because a plan is no more precise.
+    """
     batch = 1 if devices == 8 else 8
     found = sa.plan(devices, LENGTH, mask=mask, hardware=hardware, batch=batch).fastest
     speed = batch * LENGTH / found.step_seconds
@@ -69,7 +71,7 @@ def test_the_planned_costs():
 
 @pytest.fixture
 def kitchen(tmp_path, monkeypatch):
-    """A folder with what the recipe fetches: a tiny model of transformers with a tokenizer, and text."""
+    """A folder with what the recipe downloads: a tiny transformers model with a tokenizer, and documents."""
     monkeypatch.chdir(tmp_path)
     torch, transformers = libraries()
     documents = written(tmp_path / "text")
@@ -83,7 +85,7 @@ def kitchen(tmp_path, monkeypatch):
 
 
 def written(folder):
-    """Documents of random words, some of them longer than a sequence, for training and for validation."""
+    """Write documents of random words, some longer than a sequence, for training and validation; return the latter."""
     rng = random.Random(0)
     words = re.findall(r"\w+", "The moral of this story is that a secret number hides in long text")
     folder.mkdir()
@@ -94,7 +96,7 @@ def written(folder):
 
 
 def write_tokenizer(folder, documents):
-    """A tokenizer of bytes and some merges, as Llama 3's; its vocabulary."""
+    """Write a byte-level BPE tokenizer with few merges, like Llama 3's; return its vocabulary size."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())

@@ -1,4 +1,4 @@
-"""The report: result files read and refused, every figure drawn from small ones, a page that any browser shows."""
+"""The report: it reads or rejects result files, draws every figure from small ones, and works in any browser."""
 
 import functools
 import json
@@ -82,7 +82,7 @@ def overhead():
 
 
 def trainers(fits=True):
-    """Two trainers on whole sequences and on packed documents; without `fits` torch has too little memory."""
+    """Return results of two trainers on whole sequences and packed documents; without `fits` torch lacks memory."""
     rows = []
     for text, ours in (("whole", 30_123.0), ("documents", 75_432.0)):
         case = {"preset": "1b", "length": 32_768, "text": text}
@@ -131,11 +131,11 @@ def test_a_small_result_makes_a_figure_whose_title_is_the_finding(name):
     assert "commit aaaaaaa" in found[name].source
     text = draw(found[name])
     assert text.startswith("<svg")
-    assert "<text" in text, "words stay words, which a reader can search"
+    assert "<text" in text, "text must stay searchable"
 
 
 def test_trainers_are_drawn_and_listed(tmp_path):
-    """Through the command: tokens per second of both, whole and packed, with hardware and versions."""
+    """`striped report` shows both trainers' tokens per second, whole and packed, with hardware and versions."""
     path, output = tmp_path / "trainers.json", tmp_path / "report.html"
     path.write_text(json.dumps(trainers()))
     assert main(["report", str(path), "--output", str(output)]) == 0
@@ -155,7 +155,7 @@ def test_trainers_are_drawn_and_listed(tmp_path):
 
 
 def test_a_trainer_that_does_not_fit_is_listed_without_a_bar():
-    """And of a case that was measured twice the later counts."""
+    """A trainer that does not fit has a row but no bar; of two measurements of a case the later counts."""
     old, new = trainers(), trainers(fits=False)
     old["started"] = "2025-01-01T00:00:00+00:00"
     documents = [Document(pathlib.Path(name), x) for name, x in (("old.json", old), ("new.json", new))]
@@ -177,7 +177,7 @@ def test_models_are_drawn_side_by_side():
 
 
 def test_the_validations_of_a_run_are_drawn_from_its_folder(tmp_path):
-    """Of a validation that was done again the last counts."""
+    """A run's validations are drawn from its folder; of a repeated validation the last counts."""
     folder = tmp_path / "first"
     folder.mkdir()
     run = {"started": "2026-01-01", "options": {}, "versions": {"striped_attention": __version__}, "mesh": {"data": 2}}
@@ -211,7 +211,7 @@ def test_a_plan_is_drawn_as_it_was_written(tmp_path):
 
 
 def test_the_ideal_is_the_least_work_shared_equally():
-    """Not a layout's own mean: a layout that does twice the work, evenly, is not ideal."""
+    """The ideal is not a layout's own mean: an even layout with twice the work is not ideal."""
     maps = {"uneven": np.array([[2.0, 0.0], [1.0, 1.0]]), "twice": np.full((2, 2), 2.0)}
     assert figures.over_ideal(maps) == {"uneven": 1.5, "twice": 2.0}
 
@@ -228,7 +228,7 @@ def test_of_two_results_the_later_counts():
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """The recorded results, drawn."""
+    """The page of the recorded results."""
     path = tmp_path_factory.mktemp("report") / "report.html"
     assert main(["report", str(RESULTS), "--output", str(path)]) == 0
     return path
@@ -291,7 +291,7 @@ def test_figures_are_written_the_same_each_time(tmp_path):
     first, second = (tmp_path / folder / "tiles.svg" for folder in ("first", "second"))
     assert first.read_text() == second.read_text()
     assert "prefers-color-scheme: dark" in first.read_text()
-    assert "The gain depends on the" in first.read_text(), "without a page around it a figure has its title with it"
+    assert "The gain depends on the" in first.read_text(), "a standalone figure includes its title"
     assert (tmp_path / "first" / "tiles.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -304,7 +304,7 @@ def test_the_results_page_is_up_to_date():
 
 
 def test_figures_of_layouts_leave_out_other_strategies_masks_and_kernels():
-    """Rows of results from before there were others have no such fields."""
+    """Rows of other strategies, masks or kernels are left out; older rows lack these fields and are kept."""
     row = {"members": 8, "length": 64, "heads": "4:4", "layout": "striped(1)", "over_contiguous": times("striped(1)")}
     others = [{"strategy": "heads=8"}, {"mask": "documents(8)"}, {"kernel": "xla"}, {"over_contiguous": None}]
     rows = [row, *({**row, **other} for other in others)]
@@ -361,7 +361,7 @@ def test_results_of_this_version_and_of_a_source_tree_are_read(version, tmp_path
 
 @pytest.fixture
 def uninstall(monkeypatch):
-    """Makes a package look as if it were not installed, and nothing as if it had been imported with it."""
+    """Make a package look uninstalled, and unload it and striped_bench, so that they are imported anew."""
 
     def hide(package):
         for name in list(sys.modules):

@@ -1,4 +1,4 @@
-"""The ring sends no more than it must, before it computes, and its kernel runs exactly the tiles of the plan."""
+"""The ring sends only what is needed, before it computes, and its kernel runs exactly the planned tiles."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
 def program(devices, length, layout, mask, dtype="float32", backward=False, tile=(8, 4), heads=(HEADS, KV_HEADS)):
-    """Attention, or its gradients, traced with all inputs already on their devices."""
+    """Trace attention, or its gradients, with all inputs already sharded over the devices."""
     mesh = jax.make_mesh((devices,), ("sequence",), (AxisType.Auto,), devices=jax.devices()[:devices])
     sharding = NamedSharding(mesh, P(None, "sequence"))
     q, k = (jax.ShapeDtypeStruct((1, length, h, DIM), dtype, sharding=sharding) for h in heads)
@@ -32,7 +32,7 @@ def program(devices, length, layout, mask, dtype="float32", backward=False, tile
 
 
 def hops(jaxpr, times=1):
-    """All (shape, dtype, places) that a traced program sends, as often as it sends them."""
+    """Return (shape, dtype, devices moved) of every transfer in a traced program, repeated as often as it runs."""
     found = []
     for equation in jaxpr.eqns:
         if equation.primitive.name == "ppermute":
@@ -63,7 +63,7 @@ def test_backward_adds_up_key_gradients_in_float32_with_no_more_hops(devices):
 
 
 def test_needed_hops_are_those_at_which_some_block_is_visible():
-    """In closed form, for any layout, window, prefix, padding and number of devices: against every block."""
+    """The closed form equals a check of every block, for any layout, window, prefix, padding and number of devices."""
     rng = np.random.default_rng(0)
     layouts = [sa.contiguous(), sa.zigzag(), *map(sa.striped, (1, 2, 3, 5, 8, 16))]
     for _ in range(800):
@@ -104,7 +104,7 @@ def test_hops_that_nobody_needs_are_skipped():
 
 
 def computations(text):
-    """The computations of a compiled program: name -> [(instruction, operation, operands, line)]."""
+    """Return the computations of a compiled program: name -> [(instruction, operation, operands, line)]."""
     found, current = {}, []
     for line in text.splitlines():
         head = re.match(r"(?:ENTRY )?%([\w.\-]+) \(.*\{$", line)
@@ -118,7 +118,7 @@ def computations(text):
 
 
 def computes_attention(instruction, program):
-    """Whether an instruction is a product of matrices, or runs something that contains one."""
+    """Return whether an instruction is a matrix product or calls a computation that contains one."""
     _, operation, _, line = instruction
     called = re.findall(r"(?:calls|to_apply|body|condition)=%([\w.\-]+)", line)
     return operation == "dot" or any(computes_attention(i, program) for name in called for i in program[name])
@@ -144,7 +144,7 @@ def test_no_attention_waits_for_a_transfer_that_its_own_step_starts(backward):
     assert transfers >= (6 if backward else 2)
 
 
-TILES = {0: 0, 1: 0}  # run so far: forward ones have their queries along axis 0, backward ones along axis 1
+TILES = {0: 0, 1: 0}  # tiles run so far, by the axis of their queries: 0 forward, 1 backward
 
 
 def run_tile(axis):
@@ -155,7 +155,7 @@ def run_tile(axis):
     ("layout", "packed"), [(sa.contiguous(), False), (sa.striped(), True), (sa.zigzag(), False), (sa.zigzag(), True)]
 )
 def test_executed_tiles_are_the_planned_ones_forward_and_backward(layout, packed, monkeypatch):
-    """Counted by a callback in each tile of the xla kernel, traced anew for a shape that no other test has."""
+    """A callback counts the tiles that the xla kernel runs; a shape unique to this test makes it trace anew."""
     devices, length, tile, heads, dim = 3, 70, (8, 4), 2, 3
     logits = kernel_xla._logits
 
@@ -178,7 +178,7 @@ def test_executed_tiles_are_the_planned_ones_forward_and_backward(layout, packed
 
 
 def test_the_plan_shows_what_stripes_are_for():
-    """Σ over steps of the busiest device, contiguous ÷ striped: 1.875 for 8 devices, and 1.5 for 2."""
+    """Work of the busiest device, summed over steps, contiguous ÷ striped: 1.875 on 8 devices, and 1.5 on 2."""
     for devices, bound in [(2, 1.5), (8, 1.875)]:
         contiguous, striped = (
             count_pairs(layout, sa.causal(), 4096, devices).max(axis=0).sum()
@@ -191,7 +191,7 @@ def test_the_plan_shows_what_stripes_are_for():
 @pytest.mark.parametrize("layout", [sa.contiguous(), sa.striped(), sa.striped(4), sa.zigzag()], ids=repr)
 @pytest.mark.parametrize("mask", [sa.full(), sa.causal(), sa.sliding_window(9), sa.prefix(11)], ids=repr)
 def test_the_plan_runs_no_tile_without_a_visible_pair(layout, mask):
-    """Counted tile by tile in the whole picture, whatever `tile_spans` says."""
+    """Planned tiles equal those with a visible pair in the dense mask, counted without `tile_spans`."""
     length, devices, tile = 60, 4, (5, 3)
     padded = layout.padded_length(length, devices)
     picture = np.zeros((padded, padded), bool)

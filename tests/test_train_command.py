@@ -142,7 +142,7 @@ def test_two_processes_have_the_losses_of_one_and_stop_together(alone, tmp_path)
     code, out, error = finish(process)
     assert code == 0, error
     assert out.count("parameters,") == 1, "only one of them prints"
-    assert "peer ranks" not in out, "what Gloo prints is left out"
+    assert "peer ranks" not in out, "messages of Gloo are suppressed"
     assert "stopped after step" in out
     (last,) = checkpoints(tmp_path)
     assert steps_done(tmp_path) == list(range(1, last + 1))

@@ -197,7 +197,7 @@ def test_remat_changes_no_number(kind):
 
 
 def products(remat):
-    """Count matrix products in the program for loss and gradients, without attention. Layers are a loop, counted once."""
+    """Count matrix products in the program for loss and gradients, without attention. The layer loop counts once."""
 
     def count(jaxpr):
         inner = (

@@ -28,7 +28,7 @@ def truth(mask):
 
 
 def loss_and_grads(attend, layout, devices):
-    """Wrap `attend`, which works in layout order, as a function of q, k, v in original order with output and gradients."""
+    """Return a function from q, k, v in original order to output and gradients; `attend` works in layout order."""
     dout = jnp.asarray(SHAPE.arrays()["dout"])
 
     def run(q, k, v):

@@ -62,7 +62,7 @@ def test_a_resumed_run_goes_on_with_the_same_run(service, tmp_path):
     assert first.axes == {"step": None, "*": "step"}
     assert [line["step"] for line in (*first.lines, *second.lines)] == [1, 2]
     assert first.lines[0]["loss"] == pytest.approx(3.99)
-    assert "mfu" not in first.lines[0], "unknown for this device"
+    assert "mfu" not in first.lines[0], "it is None"
     assert first.ended == 0
 
 

@@ -31,7 +31,7 @@ from striped_attention.planning.cost import (
 )
 from striped_attention.planning.setting import Setting
 from striped_attention.runtime.hardware import HARDWARE, Hardware
-from striped_attention.strategies.choice import Assessment, TileCount
+from striped_attention.strategies.choice import CLOSE, Assessment, TileCount
 from striped_attention.strategies.choice import assess as assess_attention
 from striped_attention.strategies.messages import FLOAT32
 from striped_attention.strategies.strategy import AUTO, RING, Strategy, candidates, resolve
@@ -152,7 +152,7 @@ def plan(
     if devices_per_node is not None:
         device = dataclasses.replace(device, group=check_whole("devices_per_node", devices_per_node))
     setting = Setting(devices, length, mask, device, shape, batch, kernel, remat=remat, memory=memory)
-    layouts = _layouts(setting, layouts)
+    usual, layouts = layouts is None, _layouts(setting, layouts)
     pairs, count = _pairs(setting), TileCount(mask, length)
     found = [_choice(dataclasses.replace(setting, layout=layout), pairs, count) for layout in layouts]
     base = found[0]
@@ -164,12 +164,14 @@ def plan(
     choices = tuple(sorted(found, key=lambda choice: choice.step_seconds))
     by_strategy = [choices[0]]
     for strategy in _strategies(setting, strategies):
-        tried = [dataclasses.replace(setting, layout=layout, strategy=strategy) for layout in layouts]
+        compared = dict.fromkeys([*_suited(setting, strategy), *layouts] if usual else layouts)
+        tried = [dataclasses.replace(setting, layout=layout, strategy=strategy) for layout in compared]
         able = [one for one in tried if _refusal(one) is None]
         if strategies is not None and not able:
             raise ValueError(f"With strategy {strategy}: kernel {kernel!r} cannot do this: {_refusal(tried[0])}")
         ready = [_choice(one, pairs, count) for one in able]
-        best = sorted(ready, key=lambda choice: choice.step_seconds)[:1]
+        least = min((choice.step_seconds for choice in ready), default=0.0)
+        best = [choice for choice in ready if choice.step_seconds <= (1 + CLOSE if usual else 1) * least][:1]
         by_strategy += [choice for choice in best if all(choice.strategy != other.strategy for other in by_strategy)]
     by_strategy.sort(key=lambda choice: choice.step_seconds)
     shortfall = None if any(choice.fits for choice in by_strategy) else _shortfall(choices[0])
@@ -190,6 +192,13 @@ def _layouts(setting: Setting, asked: Any) -> list[Layout]:
     if not isinstance(asked, Sequence) or not all(isinstance(layout, Layout) for layout in asked):
         raise ValueError(f"layouts must be a list of layouts, like [sa.striped(256)]; got {asked!r}.")
     return list(dict.fromkeys([BASELINE, *asked]))
+
+
+def _suited(setting: Setting, strategy: Strategy) -> list[Layout]:
+    """Return the layouts that `striped train` compares under this strategy, the one to prefer among equals first."""
+    request = dataclasses.replace(setting, layout=BASELINE, strategy=strategy).workload.request
+    slots = -(-setting.sequence_length // setting.devices)
+    return kernels.layouts_for(setting.kernel, request, slots, setting.devices // request.devices)
 
 
 def _strategies(setting: Setting, asked: Any) -> list[Strategy]:
