@@ -245,6 +245,17 @@ def test_the_page_loads_nothing_and_has_both_colour_schemes(page):
     assert "var(--ink, #1d2126)" in text, "figures take the page's colours"
 
 
+def test_the_summary_has_the_three_values_that_matter():
+    """On top of the page: attention, whole steps and accuracy; a page without such figures has no summary."""
+    summary = gather(read([RESULTS])).summary
+    assert [section.name for section in summary] == ["speedup-gpu", "steps", "accuracy"]
+    assert [section.number for section in summary][:2] == [
+        section.title.split(" times")[0].split()[-1] + "×" for section in summary[:2]
+    ]
+    assert summary[2].number in summary[2].title
+    assert not gather([Document(pathlib.Path("small.json"), layouts())]).summary
+
+
 def test_the_page_has_every_figure_and_says_what_is_missing(page):
     text = page.read_text()
     contents = gather(read([RESULTS]))

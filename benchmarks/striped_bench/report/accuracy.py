@@ -26,10 +26,13 @@ def accuracy(documents: Sequence[Document]) -> Finding:
                     row, rows.get(row[0], row), key=lambda row: row[1] / (row[2] or 1)
                 )  # closest to its limit
     shown = some(rows.values())
-    finding = f"The largest error of any check is {max(value for _, value, _ in shown):.0e}"
+    largest, checked = max(value for _, value, _ in shown), "any check"
+    finding = f"The largest error of any check is {largest:.0e}"
     if exact := [value for label, value, _ in shown if "attention" in label and "float32" in label]:
-        finding = f"In float32, distributed attention is exact to {max(exact):.1e} with every layout"
-    return Finding({"finding": finding}, sources, lambda: figures.dots(shown, "relative error (logarithmic)"))
+        largest, checked = max(exact), "distributed attention in float32, with every layout"
+        finding = f"In float32, distributed attention is exact to {largest:.1e} with every layout"
+    numbers = {"finding": finding, "largest": largest, "checked": checked}
+    return Finding(numbers, sources, lambda: figures.dots(shown, "relative error (logarithmic)"))
 
 
 def _rows(where: str, what: str, error: str) -> Callable[[Document], Iterable[Row]]:

@@ -31,6 +31,11 @@ class Contents(NamedTuple):
     missing: tuple[tuple[str, str], ...]
     documents: tuple[Document, ...]
 
+    @property
+    def summary(self) -> list[Section]:
+        """The sections whose numbers are at the top of the page."""
+        return [section for section in self.sections if section.number][:3]
+
 
 def gather(documents: Sequence[Document]) -> Contents:
     """Make every section for which these documents have data."""

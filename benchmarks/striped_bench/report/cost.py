@@ -68,7 +68,9 @@ def steps(documents: Sequence[Document]) -> Finding:
         shown.append((label, parts, f"{row['seconds']:.2f} s{gain}"))
     rest = span((100 * (1 - row["attention_share"]) for row in striped), ".0f")
     colours = {"attention": "blue", "everything else": "yellow"}
-    numbers = {"times": span(ratio(row) for row in striped), "rest": rest}
+    best = max(striped, key=ratio)
+    where = f"{best['preset']} with {tokens(best['length'])} tokens on {best['members']} GPUs"
+    numbers = {"times": span(ratio(row) for row in striped), "rest": rest, "best": ratio(best), "where": where}
     return Finding(numbers, sources, lambda: figures.stacks(shown, colours, "% of the step with contiguous"))
 
 

@@ -42,7 +42,10 @@ class Finding(NamedTuple):
 
 
 class Section(NamedTuple):
-    """A figure: `title` states the finding, `caption` explains it without knowledge of the paper."""
+    """A figure: `title` states the finding, `caption` explains it without knowledge of the paper.
+
+    `number` and `label` are the one measured value of the figure for the summary of the page; empty if it has none.
+    """
 
     name: str
     title: str
@@ -50,6 +53,8 @@ class Section(NamedTuple):
     source: str
     draw: Callable[[], Figure]
     table: Table | None = None
+    number: str = ""
+    label: str = ""
 
 
 def make_section(name: str, finding: Finding) -> Section:
@@ -61,7 +66,10 @@ def make_section(name: str, finding: Finding) -> Section:
     source = "Counted by striped plan for this report, not measured."
     if together:
         source = "From " + "; ".join(f"{', '.join(names)} ({what})" for what, names in together.items()) + "."
-    return Section(name, fill(WORDS[name]["title"]), fill(WORDS[name]["caption"]), source, finding.draw, finding.table)
+    title, caption, number, label = (
+        fill(WORDS[name].get(part, "")) for part in ("title", "caption", "number", "label")
+    )
+    return Section(name, title, caption, source, finding.draw, finding.table, number, label)
 
 
 def newest(documents: Iterable[Document], where: str, key: tuple[str, ...]) -> tuple[list[Row], tuple[Document, ...]]:

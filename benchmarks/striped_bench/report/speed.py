@@ -44,8 +44,15 @@ def gpus(documents: Sequence[Document]) -> Finding:
     marks = {f"{n} devices, 16:16 heads": [(at, times, f"{times} on {where}")] for n, at, times, where in PAPER}
     colours = lambda name: "pink" if name == WHOLE_STEP else of_layout(name)  # noqa: E731
     draw = _curves(panels(points, bounds, marks), "sequence length (tokens)", x_format=tokens, colours=colours)
-    share = 100 * max(ratio(row) / row["bound"] for row in striped)
-    return Finding({"times": span(ratio(row) for row in striped), "share": share}, (*sources, *more), draw)
+    best = max(striped, key=ratio)
+    numbers = {
+        "times": span(ratio(row) for row in striped),
+        "share": 100 * max(ratio(row) / row["bound"] for row in striped),
+        "best": ratio(best),
+        "limit": bound(best["members"]),
+        "where": f"{tokens(best['length'])} tokens on {best['members']} GPUs",
+    }
+    return Finding(numbers, (*sources, *more), draw)
 
 
 def cpus(documents: Sequence[Document]) -> Finding:
