@@ -44,6 +44,10 @@ LengthOrNone = Annotated[
 Paths = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="PATH ...", help_behavior_hint="")]
 Sources = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="PATH[=WEIGHT] ...", help_behavior_hint="")]
 
+# Options of one start of a run, which are not taken from its run.json.
+PROCESSES = ("local_processes", "coordinator", "num_processes", "process_id")
+OF_A_START = ("checkpoint_dir", "resume", "dry_run", "profile", *PROCESSES)
+
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 

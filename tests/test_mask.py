@@ -99,8 +99,10 @@ def test_a_mask_is_shown_as_it_is_made():
         "prefix(3)": sa.prefix(3),
         "documents([2, 16])": sa.documents(ids),
         "documents([2, 16], causal=False)": sa.documents(ids, causal=False),
+        "prefix(5) & documents([2, 16], causal=False)": sa.prefix(5) & sa.documents(ids, causal=False),
         "sliding_window(4) & documents([2, 16])": sa.documents(ids) & sa.sliding_window(4),
         "documents([2, 16]).permute(striped(2), 4)": sa.documents(ids).permute(sa.striped(2), 4),
     }
     for text, mask in shown.items():
         assert repr(mask) == text
+    assert repr(jax.tree.map(lambda _: None, sa.documents(ids))).startswith("documents([16]"), "a tree of specs"

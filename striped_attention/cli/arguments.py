@@ -1,7 +1,8 @@
 """Options from a file: `--config FILE` stands for the options in a JSON or TOML file.
 
 Names are those of the flags, with dashes or underscores: `preset = "1b"`, `data = ["a=0.7", "b=0.3"]`. A flag on the
-command line overrides the file. The run.json of `striped train` works as well: it yields the options of its newest run.
+command line overrides the file, except that `true` stays, and values of flags that may be repeated are added. The
+run.json of `striped train` works as well: it yields the options of its newest start.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ from typing import Any
 import tyro
 
 from striped_attention.errors import UsageError
+from striped_attention.options import OF_A_START
 
 FLAG = "--config"
 
@@ -26,13 +28,13 @@ def expand(command: str, options: type, arguments: Sequence[str]) -> list[str]:
     `options` is the dataclass of the command's options.
     """
     rest, files = [], []
-    given = iter(arguments)
-    for argument in given:
+    left = iter(arguments)
+    for argument in left:
         name, equals, value = argument.partition("=")
         if name != FLAG:
             rest.append(argument)
             continue
-        path = value if equals else next(given, "")
+        path = value if equals else next(left, "")
         if not path or path.startswith("--"):
             raise UsageError(f"{FLAG} needs a JSON or TOML file of options.")
         files.append(pathlib.Path(path))
@@ -59,6 +61,17 @@ def _known(options: type[Any]) -> dict[str, bool]:
     return known
 
 
+def given(arguments: Sequence[str]) -> dict[str, str]:
+    """Return the flags in `arguments` by option name, each with its last value, or "" if it has none."""
+    found = {}
+    for i, argument in enumerate(arguments):
+        if argument.startswith("--"):
+            name, equals, value = argument[2:].partition("=")
+            after = "".join(arguments[i + 1 : i + 2])
+            found[name.replace("-", "_")] = value if equals else "" if after.startswith("--") else after
+    return found
+
+
 def flags_of(found: dict[str, Any], where: str, command: str, options: type[Any]) -> list[str]:
     """Return options found in a file as flags; `where` names the file in errors."""
     known, flags = _known(options), []
@@ -72,6 +85,8 @@ def flags_of(found: dict[str, Any], where: str, command: str, options: type[Any]
         if value is None or value is False:
             continue
         values = value if isinstance(value, list) else [value]
+        if isinstance(value, list) and any(str(one).startswith("--") for one in value) and not known[name]:
+            raise UsageError(f"{where}: values of {written!r} must not start with --; got {value}.")
         if any(isinstance(one, dict | list | bool | None) for one in values) and value is not True:
             raise UsageError(f"{where}: {written!r} must be text, a number, true, false or a list of text or numbers.")
         if value is True:
@@ -95,6 +110,7 @@ def read(path: pathlib.Path) -> dict[str, Any]:
         raise UsageError(f"{FLAG} {path} is not valid {kind}: {error}.") from error
     if isinstance(found, list) and found and isinstance(found[-1], dict):  # run.json
         found = found[-1].get("options")
+        found = {k: v for k, v in found.items() if k not in OF_A_START} if isinstance(found, dict) else found
     if not isinstance(found, dict):
         raise UsageError(f'{FLAG} {path} must hold one table of options, like {{"preset": "1b"}}.')
     return found

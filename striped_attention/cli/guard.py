@@ -1,6 +1,7 @@
 """Guard: turns errors that a user can mend into one line and an exit code."""
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 
@@ -15,6 +16,9 @@ def guard(run: Callable[[], int], process: int | None = None) -> int:
         return run()
     except (UsageError, Diverged) as error:
         message, code = str(error), 2 if isinstance(error, UsageError) else 1
+    except BrokenPipeError:  # the reader of the output is gone, e.g. in `striped plan … | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         message, code = "stopped by Ctrl-C.", 130
     except Exception as error:

@@ -160,23 +160,22 @@ def show(found: Plan, config: PlanConfig) -> list[Any]:
         f"With {best.layout!r} the busiest device computes {most:,.2f} TFLOP per layer of attention, forward and "
         f"backward. A hop transfers {gigabytes(best.workload.messages.hop)} of keys and values at "
         f"{best.workload.wire / 1e9:g} GB/s.",
-        _fit(best),
+        _fit(found.fastest),
         *_assumptions(found),
     ]
     return parts
 
 
 def _fit(best: Choice) -> str:
-    """Whether a ring's best layout fits into memory, and what takes the memory."""
+    """Whether the fastest choice fits into memory, and what takes the memory."""
     setting, needed = best.setting, sum(best.memory.values())
     room = f"{gigabytes(int(setting.budget))} of a device's {gigabytes(int(setting.hardware.memory))}"
-    verdict = f"It fits: a ring needs {gigabytes(needed)} per device"
-    if not best.fits:
-        verdict = f"A ring does not fit: it needs {gigabytes(needed)} per device"
+    name = f"--strategy {best.strategy} with {best.layout!r}"
+    verdict = f"It fits: {name} needs" if best.fits else f"It does not fit: {name} would need"
     parts = ", ".join(f"{what} {gigabytes(size)}" for what, size in best.memory.items())
     return (
-        f"{verdict}, and --memory {setting.memory:g} allows {room} (--remat {setting.remat}, --chunk "
-        f"{setting.chunk or 0}). Memory per device: {parts}."
+        f"{verdict} {gigabytes(needed)} per device, and --memory {setting.memory:g} allows {room} (--remat "
+        f"{setting.remat}, --chunk {setting.chunk or 0}). Memory per device: {parts}."
     )
 
 

@@ -1,27 +1,27 @@
 """The command `striped train`."""
 
-import itertools
 import pathlib
 
-from striped_attention.cli.arguments import add_first, flags_of, read
+from striped_attention.cli.arguments import add_first, flags_of, given, read
 from striped_attention.cli.guard import guard
 from striped_attention.errors import UsageError
-from striped_attention.training.config import OF_A_START, TrainConfig
+from striped_attention.training.config import TrainConfig
+
+EXCLUSIVE = ({"mesh", "devices"}, {"layout", "stripe"})  # options of which one replaces the others
 
 
 def complete(arguments: list[str]) -> list[str]:
     """Add the options of the run that --resume continues. Those on the command line override them."""
-    flag = "--checkpoint-dir"
-    given = [after for name, after in itertools.pairwise(arguments) if name == flag]
-    given += [argument.removeprefix(f"{flag}=") for argument in arguments if argument.startswith(f"{flag}=")]
-    record = pathlib.Path(given[-1]) / "run.json" if given else None
-    if "--resume" not in arguments or record is None or not record.is_file():
+    asked = given(arguments)
+    record = pathlib.Path(asked["checkpoint_dir"]) / "run.json" if asked.get("checkpoint_dir") else None
+    if "resume" not in asked or record is None or not record.is_file():
         return arguments  # `folder.check` rejects a folder without a run
     try:
         found = read(record)
     except UsageError:
         return arguments  # `folder.read_record` reports the damage
-    kept = {name: value for name, value in found.items() if name not in OF_A_START}
+    replaced = {name for options in EXCLUSIVE if options & asked.keys() for name in options}
+    kept = {name: value for name, value in found.items() if name not in replaced}
     return add_first(arguments, flags_of(kept, str(record), "train", TrainConfig))
 
 

@@ -52,8 +52,10 @@ class Mask:
         if self.prefix:
             parts.append(f"prefix({self.prefix})")
         if self.length is not None:
-            causal = "" if self.prefix is not None else ", causal=False"
-            parts.append(f"documents([{self.rows}, {self.length}]{causal})")
+            causal = "" if self.prefix == 0 else ", causal=False"
+            shapes = [x.shape for x in (self.lo, self.hi) if len(getattr(x, "shape", ())) == 2]  # of arrays, not specs
+            rows = f"{max(shape[0] for shape in shapes)}, " if shapes else ""
+            parts.append(f"documents([{rows}{self.length}]{causal})")
         where = "" if self.placed is None else f".permute({self.placed[0]!r}, {self.placed[1]})"
         found = " & ".join(parts) or ("full()" if self.prefix is None else "causal()")
         return f"({found}){where}" if where and len(parts) > 1 else found + where

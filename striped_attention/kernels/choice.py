@@ -111,9 +111,16 @@ def layouts_for(name: str, request: Request, slots: int, members: int = 1) -> li
     kernel leaves out those that it does not support.
     """
     asked = [*UNSTRIPED, choose_stripes(name, request, slots, members)]
-    requests = [dataclasses.replace(request, layout=layout.grouped(members)) for layout in asked]
+    requests = [_with_layout(request, layout, members) for layout in asked]
     able = [one for one, of in zip(asked, requests, strict=True) if name == "auto" or refusal(name, of) is None]
     return able or asked
+
+
+def _with_layout(request: Request, layout: Layout, members: int) -> Request:
+    """Return the request with another layout, which may pad the sequence further."""
+    queries = layout.padded_length(request.length, request.devices * members) // request.devices
+    keys = request.keys * queries // request.queries
+    return dataclasses.replace(request, layout=layout.grouped(members), queries=queries, keys=keys)
 
 
 def _stripes(name: str, request: Request, slots: int, members: int) -> list[Layout]:

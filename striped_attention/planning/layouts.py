@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from striped_attention.core.annotations import checks_itself
 from striped_attention.core.layout import BASELINE, Layout, check_whole
 from striped_attention.core.mask import Mask, causal
-from striped_attention.kernels.choice import check_name, layouts_for
+from striped_attention.kernels.choice import check_name, fastest, layouts_for, refusal
 from striped_attention.kernels.contract import Request, make_request
 from striped_attention.runtime.hardware import HARDWARE, Hardware, hardware_of
-from striped_attention.strategies.choice import CLOSE, TileCount, assess, choose_strategy
-from striped_attention.strategies.strategy import AUTO, Strategy, check_strategy, exchanged
-from striped_attention.strategies.workload import Workload
+from striped_attention.strategies.choice import CLOSE, TileCount, assess
+from striped_attention.strategies.strategy import AUTO, Strategy, candidates, check_strategy, exchanged, resolve
+from striped_attention.strategies.workload import Workload, adapted
 
 
 @checks_itself
@@ -51,7 +51,12 @@ def best_layout(
       hardware: a name in `striped_attention.runtime.hardware.HARDWARE`; by default the devices of this machine.
     """
     length, devices = check_whole("length", length), check_whole("devices", devices)
+    heads, kv_heads, dim = check_whole("heads", heads), check_whole("kv_heads", kv_heads), check_whole("dim", dim)
+    if heads % kv_heads:
+        raise ValueError(f"heads must be a multiple of kv_heads; got {heads} and {kv_heads}.")
     mask = causal() if mask is None else mask
+    if not isinstance(mask, Mask):
+        raise ValueError(f"mask must be a mask, like sa.causal() or sa.documents(segment_ids); got {mask!r}.")
     mask.check_length(length)
     if mask.placed is not None:
         raise ValueError(
@@ -76,18 +81,29 @@ def best_layout(
             here=hardware is None,
         )
 
-    first = choose_strategy(strategy, request(BASELINE), kernel)
-    slots = -(-length // devices)
-    candidates = layouts_for(kernel, exchanged(first, request(BASELINE)), slots, first.heads)
-    count, seconds = TileCount(mask, length), {}
-    for layout in candidates:
-        plain = request(layout)
-        chosen = choose_strategy(strategy, plain, kernel)
-        seconds[layout] = assess(Workload(plain, mask, machine, chosen, kernel), count).attention_seconds
-    best = next(layout for layout in candidates if seconds[layout] <= (1 + CLOSE) * min(seconds.values()))
-    each = ", ".join(f"{layout!r} {time:.3g} s" for layout, time in seconds.items())
+    fits: dict[tuple[Strategy, Layout], float] = {}
+    others: dict[tuple[Strategy, Layout], float] = {}
+    count, slots = TileCount(mask, length), -(-length // devices)
+    for asked in candidates(devices, heads, machine.group) if strategy == AUTO else [resolve(strategy, devices, heads)]:
+        plain = request(BASELINE)
+        of = exchanged(adapted(asked, plain), plain)
+        for layout in layouts_for(kernel, of, slots, devices // of.devices):
+            plain = request(layout)
+            workload = Workload(plain, mask, machine, adapted(asked, plain), kernel)
+            if kernel != AUTO and strategy == AUTO and refusal(kernel, workload.request) is not None:
+                continue
+            seconds = assess(workload, count).attention_seconds
+            into = fits if workload.messages.memory <= machine.usable else others
+            into.setdefault((workload.strategy, layout), seconds)
+    if not fits and not others:
+        fastest(kernel, request(BASELINE))  # raises with the reason
+    compared = fits or others
+    least = min(compared.values())
+    taken, best = next(key for key, time in compared.items() if time <= (1 + CLOSE) * least)
+    each = ", ".join(f"{layout!r} {time:.3g} s" for (chosen, layout), time in compared.items() if chosen == taken)
     logging.getLogger("striped_attention").info(
-        "best_layout selects %r, planned for one layer's attention on %d × %s: %s", best, devices, machine.name, each
+        *("best_layout selects %r with strategy %s, planned for one layer's attention on %d × %s: %s", best, taken),
+        *(devices, machine.name, each),
     )
     return best
 

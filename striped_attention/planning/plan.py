@@ -174,7 +174,8 @@ def plan(
         best = [choice for choice in ready if choice.step_seconds <= (1 + CLOSE if usual else 1) * least][:1]
         by_strategy += [choice for choice in best if all(choice.strategy != other.strategy for other in by_strategy)]
     by_strategy.sort(key=lambda choice: choice.step_seconds)
-    shortfall = None if any(choice.fits for choice in by_strategy) else _shortfall(choices[0])
+    frugal = min(by_strategy, key=lambda choice: sum(choice.memory.values()))
+    shortfall = None if any(choice.fits for choice in by_strategy) else _shortfall(frugal)
     reason = _reason(choices, base, bound)
     return Plan(setting, choices, tuple(by_strategy), bound, reason, shortfall)
 
@@ -315,15 +316,16 @@ def _reason(choices: tuple[Choice, ...], base: Choice, bound: float) -> str:
 
 
 def _shortfall(best: Choice) -> str | None:
-    """State what memory the best layout lacks and how many devices would be enough; None if it fits."""
+    """State what memory a choice lacks and how many devices would be enough; None if it fits."""
     setting, usable = best.setting, best.setting.budget
     need = sum(best.memory.values())
     if need <= usable:
         return None
     sequences = "a sequence" if setting.batch == 1 else f"{setting.batch} sequences"
     missing = (
-        f"A step with {sequences} of {setting.sequence_length:,} tokens on {setting.devices} devices needs "
-        f"{gigabytes(need)} per device, but may use {gigabytes(int(usable))} of each {setting.hardware.name}."
+        f"A step with {sequences} of {setting.sequence_length:,} tokens on {setting.devices} devices needs at least "
+        f"{gigabytes(need)} per device (strategy {best.strategy}), but may use "
+        f"{gigabytes(int(usable))} of each {setting.hardware.name}."
     )
     for doublings in range(1, 12):
         enough = setting.devices * 2**doublings

@@ -24,9 +24,6 @@ from striped_attention.training.rope import parse_scaling, scaled
 
 # Options for the shape of a model trained from scratch.
 SHAPE = ("preset", "layers", "dim", "ffn", "heads", "kv_heads", "vocabulary")
-# Options of one start of a run, which --resume does not take from run.json.
-PROCESSES = ("local_processes", "coordinator", "num_processes", "process_id")
-OF_A_START = ("checkpoint_dir", "resume", "dry_run", "profile", *PROCESSES)
 Hidden = Annotated[Any, tyro.conf.Suppress, tyro.conf.Fixed]  # not a command-line option: set before a run begins
 
 

@@ -1,5 +1,6 @@
 """Output: standard output without the messages of libraries that write to it by themselves."""
 
+import atexit
 import os
 import sys
 import threading
@@ -13,6 +14,8 @@ def hide_gloo() -> None:
     Python writes to a duplicate of the file descriptor; what native code writes to the original one is passed on line
     by line, except for these messages.
     """
+    if sys.stdout is None:  # it was closed before Python began
+        return
     sys.stdout.flush()
     standard, (read, write) = os.dup(1), os.pipe()
     os.dup2(write, 1)
@@ -28,4 +31,13 @@ def hide_gloo() -> None:
                 if GLOO not in line:
                     os.write(standard, line)
 
-    threading.Thread(target=pass_on, daemon=True).start()
+    thread = threading.Thread(target=pass_on, daemon=True)
+    thread.start()
+
+    def finish() -> None:
+        """Pass on what is left. The thread ends when the last write end of the pipe is closed."""
+        sys.stdout.flush()
+        os.dup2(standard, 1)
+        thread.join(timeout=1)
+
+    atexit.register(finish)

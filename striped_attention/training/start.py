@@ -16,8 +16,9 @@ from striped_attention.data import Named, need_tokenizer
 from striped_attention.errors import UsageError
 from striped_attention.huggingface.writing import BESIDE, GENERATION
 from striped_attention.models.llama import ModelConfig
+from striped_attention.options import OF_A_START
 from striped_attention.training import arrays, rope
-from striped_attention.training.config import OF_A_START, TrainConfig
+from striped_attention.training.config import TrainConfig
 from striped_attention.training.folder import TOKENIZER, read_record
 from striped_attention.training.source import NoTokenizer, Source, find
 
@@ -44,7 +45,7 @@ class Start:
     def lines(self) -> list[str]:
         """Lines for the user on changed options, the model and its positions, printed before the run begins."""
         config = self.config
-        said = [f"Changed since the run began: {', '.join(self.changes)}."] if self.changes else []
+        said = [f"Changed since the last start: {', '.join(self.changes)}."] if self.changes else []
         if self.source is not None:
             step = "" if self.source.step is None else f", step {self.source.step}"
             said.append(f"Starts from {config.start_from}{step}: {rope.describe(config.model, config.sequence_length)}")
@@ -84,7 +85,7 @@ def _changes(config: TrainConfig, run: dict[str, Any]) -> list[str]:
     before, now = run.get("options", {}), json.loads(json.dumps(config.record()))
     names = [name for name in now if name in before and name not in (*OF_A_START, *RECORDED)]
     return [
-        f"--{name.replace('_', '-')} {now[name]} (before: {before[name]})"
+        f"--{name.removeprefix('sequence_').replace('_', '-')} {now[name]} (before: {before[name]})"
         for name in names
         if now[name] != before[name]
     ]
