@@ -108,9 +108,11 @@ def layouts_for(name: str, request: Request, slots: int, members: int = 1) -> li
     """Return the layouts to compare for a request, the one to prefer among equals first.
 
     These are the layouts without stripes, and the stripes of `choose_stripes`, which takes the same arguments. A named
-    kernel leaves out those that it does not support.
+    kernel leaves out those that it does not support. TPUs leave out layouts that reverse the order of tokens: with them
+    a step of a 1b model on 16 chips takes 135 s and 11 GB of memory to compile, instead of 27 s and 2.5 GB.
     """
-    asked = [*UNSTRIPED, choose_stripes(name, request, slots, members)]
+    simple = [layout for layout in UNSTRIPED if not (layout.backwards and request.platform == "tpu")]
+    asked = [*simple, choose_stripes(name, request, slots, members)]
     requests = [_with_layout(request, layout, members) for layout in asked]
     able = [one for one, of in zip(asked, requests, strict=True) if name == "auto" or refusal(name, of) is None]
     return able or asked
