@@ -17,7 +17,7 @@ from striped_attention.core.mask import Mask, causal
 from striped_attention.kernels.choice import check_name, fastest, layouts_for, refusal
 from striped_attention.kernels.contract import Request, make_request
 from striped_attention.runtime.hardware import HARDWARE, Hardware, hardware_of
-from striped_attention.strategies.choice import CLOSE, TileCount, assess
+from striped_attention.strategies.choice import TileCount, assess, fastest_that_fits
 from striped_attention.strategies.strategy import AUTO, Strategy, candidates, check_strategy, exchanged, resolve
 from striped_attention.strategies.workload import Workload, adapted
 
@@ -81,8 +81,7 @@ def best_layout(
             here=hardware is None,
         )
 
-    fits: dict[tuple[Strategy, Layout], float] = {}
-    others: dict[tuple[Strategy, Layout], float] = {}
+    tried: dict[tuple[Strategy, Layout], tuple[float, int]] = {}  # seconds and bytes
     count, slots = TileCount(mask, length), -(-length // devices)
     for asked in candidates(devices, heads, machine.group) if strategy == AUTO else [resolve(strategy, devices, heads)]:
         plain = request(BASELINE)
@@ -92,15 +91,13 @@ def best_layout(
             workload = Workload(plain, mask, machine, adapted(asked, plain), kernel)
             if kernel != AUTO and strategy == AUTO and refusal(kernel, workload.request) is not None:
                 continue
-            seconds = assess(workload, count).attention_seconds
-            into = fits if workload.messages.memory <= machine.usable else others
-            into.setdefault((workload.strategy, layout), seconds)
-    if not fits and not others:
+            cost = assess(workload, count).attention_seconds, workload.messages.memory
+            tried.setdefault((workload.strategy, layout), cost)
+    if not tried:
         fastest(kernel, request(BASELINE))  # raises with the reason
-    compared = fits or others
-    least = min(compared.values())
-    taken, best = next(key for key, time in compared.items() if time <= (1 + CLOSE) * least)
-    each = ", ".join(f"{layout!r} {time:.3g} s" for (chosen, layout), time in compared.items() if chosen == taken)
+    seconds, memory = (lambda key: tried[key][0]), (lambda key: tried[key][1])
+    taken, best = fastest_that_fits(list(tried), seconds, memory, machine.usable)
+    each = ", ".join(f"{layout!r} {cost[0]:.3g} s" for (chosen, layout), cost in tried.items() if chosen == taken)
     logging.getLogger("striped_attention").info(
         *("best_layout selects %r with strategy %s, planned for one layer's attention on %d × %s: %s", best, taken),
         *(devices, machine.name, each),
