@@ -97,6 +97,7 @@ def test_compiled_programs_are_kept_between_runs(tmp_path):
     write_model(tmp_path / "model")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     environment |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "JAX_PLATFORMS": "cpu"}
+    environment |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}  # keep all, however fast they compile
     command = [sys.executable, "-m", "striped_attention.cli", "generate", "--model", str(tmp_path / "model")]
     command += ["--prompt", "abc", "--max-tokens", "3", "--dtype", "float32"]
     kept = []

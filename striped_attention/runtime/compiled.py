@@ -1,7 +1,8 @@
 """Compiled: keep compiled programs on disk, so that later runs start sooner.
 
 JAX does the work (its persistent compilation cache); this module sets the folder and the limits. It changes nothing if
-JAX_COMPILATION_CACHE_DIR sets another folder or JAX_ENABLE_COMPILATION_CACHE=false disables the cache.
+JAX_COMPILATION_CACHE_DIR sets another folder or JAX_ENABLE_COMPILATION_CACHE=false disables the cache, and a limit set
+by JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS replaces SOONEST.
 """
 
 import os
@@ -26,5 +27,6 @@ def keep_programs() -> None:
         return
     jax.config.update("jax_compilation_cache_dir", str(folder()))
     jax.config.update("jax_compilation_cache_max_size", LARGEST)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", SOONEST)
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", SOONEST)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
