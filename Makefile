@@ -33,9 +33,12 @@ $(VENV)/ready: pyproject.toml benchmarks/pyproject.toml
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
 	    { echo "striped_attention needs Python 3.11 or newer, but $(PYTHON) is $(firstword $(WANTED))." \
 	           "Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@test ! -e $(VENV) || test -e $(VENV)/wanted || \
+	    { echo "$(VENV) exists but was not made by make, which would clear it." \
+	           "Remove it, or choose another folder: make $(MAKECMDGOALS) VENV=.venv-striped"; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) "$(JAX)" -e ".[train]"
 	@echo "$(WANTED)" > $(VENV)/wanted
+	$(PIP) "$(JAX)" -e ".[train]"
 	@touch $@
 
 # Further requirements of tests, including torch and transformers.

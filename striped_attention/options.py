@@ -41,23 +41,40 @@ LengthOrNone = Annotated[
     int | None, _length_from_text(int), tyro.conf.arg(aliases=("--length",), help_behavior_hint="")
 ]
 
+
+def _lengths_from_texts(texts: list[str]) -> tuple[int, ...]:
+    return tuple(parse_length(text, "--lengths") for text in texts)
+
+
+Lengths = Annotated[
+    tuple[int, ...] | None,
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="TOKENS ...",
+        instance_from_str=_lengths_from_texts,
+        is_instance=lambda value: value is None or isinstance(value, tuple),
+        str_from_instance=lambda value: list(map(str, value or ())),
+    ),
+    tyro.conf.arg(help_behavior_hint=""),
+]
+
 Paths = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="PATH ...", help_behavior_hint="")]
 Sources = Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="PATH[=WEIGHT] ...", help_behavior_hint="")]
 
 # Options of one start of a run, which are not taken from its run.json.
 PROCESSES = ("local_processes", "coordinator", "num_processes", "process_id")
-OF_A_START = ("checkpoint_dir", "resume", "dry_run", "profile", *PROCESSES)
+OF_A_START = ("checkpoint_dir", "resume", "dry_run", "hardware", "profile", *PROCESSES)
 
 _UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}
 
 
-def parse_length(text: str) -> int:
+def parse_length(text: str, flag: str = "--length") -> int:
     """The tokens that --length asks for."""
     plain = re.sub(r"(?<=\d)[_,](?=\d{3}(?!\d))", "", text.lower())
     found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)([kmg]?)", plain)
     tokens = float(found[1]) * _UNITS[found[2]] if found else 0.0
     if tokens < 1 or tokens != int(tokens):
-        raise UsageError(f"--length must be a number of tokens, like 786432, 256k or 1M; got {text!r}.")
+        raise UsageError(f"{flag} must be a number of tokens, like 786432, 256k or 1M; got {text!r}.")
     return int(tokens)
 
 

@@ -128,9 +128,14 @@ def test_the_dry_run_and_the_plan_say_what_was_chosen(capsys):
     assert "for the backward pass (remat " in said
     assert "tokens at a time" in said
     assert "It fits: " in said
-    assert "that --memory 0.9 allows of a device with 80.00 GB (assumed: h100)" in said
+    assert "that --memory 0.9 allows of a device with 80.00 GB (assumed: h100; --hardware sets another one)" in said
     assert cli.main(["train", *run.split(), "--preset", "7b", "--length", "4194304"]) == 0
     assert "It does not fit: " in " ".join(capsys.readouterr().out.split())
+    for name, size in (("h200", "141.00"), ("v4", "34.40"), ("cpu", "12.00")):
+        assert cli.main(["train", *run.split(), "--hardware", name]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"planned for 8 × {name}" in said
+        assert f"allows of a device with {size} GB ({name})" in said
     plan = sa.plan(8, 262_144, hardware="h200", model="1b")
     assert plan.best.setting.remat in REMAT
     assert plan.best.setting.chunk

@@ -64,8 +64,11 @@ def words(text):
 
 
 def test_a_wish_to_stop_is_acknowledged(display):
-    display.stopping = lambda: "SIGINT"
+    display.stopping = "SIGINT"
     assert "SIGINT: stopping after this step." in shown(display, 100)
+    display = Display(0, 10, clock=lambda: 0.0)
+    display.stopping = "SIGTERM"
+    assert "SIGTERM: stopping after the first step." in shown(display, 100)
 
 
 def test_what_is_not_known_is_not_shown():

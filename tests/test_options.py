@@ -3,17 +3,24 @@
 import dataclasses
 import json
 import pathlib
+import re
 import tempfile
 
 import pytest
+import tyro
 
 from striped_attention import cli
 from striped_attention.cli.arguments import expand
 from striped_attention.cli.plan import PlanConfig
 from striped_attention.cli.train import complete
 from striped_attention.errors import UsageError
+from striped_attention.evaluation.config import EvaluateConfig
+from striped_attention.evaluation.forward import plain_config
 from striped_attention.generation.config import GenerateConfig
+from striped_attention.models.llama import PRESETS
 from striped_attention.training.config import TrainConfig
+
+ROOT = pathlib.Path(__file__).parent.parent
 
 
 def expanded(command, options, path, *more):
@@ -49,11 +56,18 @@ def test_json_and_the_record_of_a_run(tmp_path):
 def test_all_options_of_a_run_can_be_read_back(tmp_path):
     config = TrainConfig(preset="debug", steps=7, learning_rate=-0.0, rope_scaling="linear:2,original=512")
     (tmp_path / "run.json").write_text(json.dumps([{"options": config.record()}]))
-    import tyro
-
     _, *flags = expanded("train", TrainConfig, tmp_path / "run.json")
     again = tyro.cli(TrainConfig, args=flags, config=(tyro.conf.FlagCreatePairsOff,))
     assert dataclasses.asdict(again) == dataclasses.asdict(config)
+
+
+def test_the_example_of_the_documents(tmp_path):
+    (text,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
+    (tmp_path / "long.toml").write_text(text)
+    _, *flags = expanded("train", TrainConfig, tmp_path / "long.toml", "--steps", "9")
+    config = tyro.cli(TrainConfig, args=flags, config=(tyro.conf.FlagCreatePairsOff,))
+    assert (config.sequence_length, config.devices, config.steps) == (2**18, 8, 9), "flags override the file"
+    assert config.data == ("web.parquet=0.7", "code=0.3")
 
 
 def test_options_that_are_repeated_are_repeated(tmp_path):
@@ -85,10 +99,15 @@ def test_a_file_that_is_not_there():
         expand("plan", PlanConfig, ["plan", "--config", "--devices", "4"])
 
 
-def test_resume_needs_only_the_folder_of_the_run(tmp_path, capsys):
+def test_resume_needs_only_the_folder_of_the_run(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "run"
     shape = "--cpu-devices 8 --length 64 --layers 1 --dim 32 --ffn 32 --heads 4 --kv-heads 2 --strategy ring"
-    assert cli.main(["train", *shape.split(), "--steps", "2", "--seed", "7", "--checkpoint-dir", str(folder)]) == 0
+    (tmp_path / "text.txt").write_text("All roads lead to Rome. " * 99)
+    monkeypatch.chdir(tmp_path)
+    options = [*shape.split(), "--steps", "2", "--seed", "7", "--data", "text.txt=1"]
+    assert cli.main(["train", *options, "--checkpoint-dir", "run"]) == 0
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
     capsys.readouterr()
     assert cli.main(["train", "--resume", "--checkpoint-dir", str(folder), "--steps", "3", "--batch", "2"]) == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -140,6 +159,28 @@ def test_lengths_are_written_in_one_way(flag, capsys):
     assert "--devices 8 is short for --mesh sequence=8" in capsys.readouterr().err
     assert cli.main(["train", flag, "2.5"]) == 2
     assert "--length must be a number of tokens, like 786432, 256k or 1M; got '2.5'" in capsys.readouterr().err
+
+
+def test_several_lengths_are_written_like_one(capsys):
+    config = tyro.cli(EvaluateConfig, args=["--model", "m", "--lengths", "1k", "2048", "--devices", "2"])
+    assert config.lengths == (1024, 2048)
+    assert plain_config(config, PRESETS["debug"], 64).devices == 2
+    assert cli.main(["evaluate", "--model", "m", "--lengths", "1k", "many"]) == 2
+    assert "--lengths must be a number of tokens, like 786432, 256k or 1M; got 'many'" in capsys.readouterr().err
+
+
+def test_hardware_is_for_dry_runs():
+    with pytest.raises(UsageError, match="--hardware is for --dry-run"):
+        TrainConfig(hardware="a100")
+    with pytest.raises(UsageError, match=r"--hardware must be one of a100, h100, .*; got abacus"):
+        TrainConfig(hardware="abacus", dry_run=True)
+
+
+def test_every_help_mentions_files_of_options(capsys):
+    for command in ("train", "generate", "evaluate", "plan", "tokenize"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        assert "--config FILE" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("width", [80, 100, 140])

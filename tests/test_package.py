@@ -102,3 +102,11 @@ def test_names_of_modules_in_the_documents_exist():
     files = set(re.findall(r"\b(?:striped_attention|benchmarks|tests|docs|examples)/[\w/.]+\.\w+", text))
     assert len(files) > 10
     assert [name for name in sorted(files) if not (ROOT / name).exists()] == []
+
+
+def test_make_does_not_clear_a_folder_that_it_did_not_make(tmp_path):
+    (tmp_path / "mine").write_text("precious")
+    done = subprocess.run(["make", "setup", f"VENV={tmp_path}"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert f"{tmp_path} exists but was not made by make, which would clear it." in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]

@@ -179,8 +179,8 @@ def test_dry_runs_count_what_a_strategy_sends(capsys):
         options = "--preset llama3-8b --length 65536 --mesh sequence=8 --dry-run"
         assert cli.main(["train", *options.split(), "--strategy", strategy]) == 0
         said[strategy] = capsys.readouterr().out
-    assert "sent: tokens for heads" in said["heads=8"]
-    assert "tokens for heads" not in said["ring"] + said["gather"]
+    assert "sent: heads, all-to-all" in said["heads=8"]
+    assert "heads, all-to-all" not in said["ring"] + said["gather"]
     assert sa.plan(8, 65_536, hardware="h200").fastest.strategy == sa.strategy(heads=8)
 
 
@@ -227,13 +227,13 @@ def test_costs_are_sums_over_the_layers_of_both_kinds():
         estimate(dataclasses.replace(run, strategy="ring", remat="attention", chunk=1024, layout="contiguous"), mesh)
         for run in runs
     )
-    for what in ("keys and values, forward", "keys and values, backward", "their gradients"):
+    for what in ("keys and values, forward", "keys and values, backward", "gradients of keys and values"):
         assert 0 < window.wire[what] < full.wire[what]
         assert 4 * both.wire[what] == 3 * window.wire[what] + full.wire[what]
     assert 4 * both.attention_flops == 3 * window.attention_flops + full.attention_flops
     assert window.attention_flops < full.attention_flops / 6
     assert both.hops == full.hops
-    what = "attention and its ring"
+    what = "attention and communication"
     assert both.memory[what] == max(window.memory[what], full.memory[what]), "the larger of the two layers"
 
 

@@ -103,6 +103,7 @@ def test_a_signal_saves_and_leaves_cleanly(tmp_path, number):
     code, out, error = finish(process)
     assert code == 0, error
     (last,) = checkpoints(tmp_path)
+    assert f"{number.name}: stopping after this step. A second signal exits at once, without saving." in out
     assert f"{number.name}: stopped after step {last}." in out
     assert steps_done(tmp_path) == list(range(1, last + 1))
 

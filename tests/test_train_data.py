@@ -1,6 +1,7 @@
 """Data: documents are packed end to end, each target is the next token, and every token is read exactly once."""
 
 import bz2
+import dataclasses
 import gzip
 import io
 import json
@@ -14,8 +15,11 @@ import numpy as np
 import pytest
 
 import striped_attention as sa
-from striped_attention import data
+from striped_attention import cli, data
 from striped_attention.errors import UsageError
+from striped_attention.models.llama import PRESETS
+from striped_attention.training import start
+from striped_attention.training.config import TrainConfig
 
 
 def load(path, tokenizer=None, end=None, vocabulary=320):
@@ -294,3 +298,20 @@ def test_rows_in_order_are_the_corpus_from_its_beginning():
     assert batch.targets[:, -1].tolist() == [90, 100, 10, 20]
     part = data.rows_in_order(corpus, 9, 2, 10)
     assert part.tokens.tolist() == batch.tokens[1:3].tolist()
+
+
+def test_the_tokenizer_sets_the_vocabulary_of_a_model_from_scratch(tmp_path):
+    """Rounded up to a multiple of 128, and the same when the run is resumed; --vocabulary takes precedence."""
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json", {"</s>": 0, "[UNK]": 1, "far": 300})
+    (tmp_path / "text.txt").write_text("far " * 900)
+    config = TrainConfig(data=(str(tmp_path / "text.txt"),), tokenizer=tokenizer, checkpoint_dir=tmp_path / "run")
+    begin = start.look(config).config
+    assert begin.model.vocabulary == begin.record()["vocabulary"] == 384
+    assert start.look(dataclasses.replace(config, vocabulary=301)).config.model.vocabulary == 301
+    assert start.look(TrainConfig(preset="1b")).config.model.vocabulary == PRESETS["1b"].vocabulary
+    assert cli.main(["tokenize", *config.data, "--tokenizer", str(tokenizer), "--output", str(tmp_path / "made")]) == 0
+    stored = TrainConfig(data=(str(tmp_path / "made"),))
+    assert start.look(stored).config.model.vocabulary == 384, "tokens come with their tokenizer"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/run.json").write_text(json.dumps([{"options": begin.record()}]))
+    assert start.look(dataclasses.replace(config, resume=True)).config.model.vocabulary == 384

@@ -223,28 +223,34 @@ def _by_strategy(found: Plan) -> list[Any]:
     if len(found.strategies) == 1:
         return []
     shown = rich.table.Table(
-        *("strategy", "layout", "attention", "step", "MFU", "sent", "inter-node", "memory"),
+        *("strategy", "layout", "attention", "step", "sent", "off-node", "memory"),
         box=rich.box.SIMPLE_HEAD,
         pad_edge=False,
+        show_edge=False,
         collapse_padding=True,
-        caption="sent: bytes per device for one layer's attention, both passes; inter-node: the part that leaves a "
-        "node or pod",
+        caption="sent: bytes per device for one layer's attention, both passes; off-node: the part that leaves a node "
+        "or pod\n",
         caption_justify="left",
     )
-    for column in shown.columns:
-        column.overflow = "fold"  # on narrow terminals
+    for column in shown.columns[:-1]:
+        column.no_wrap = True
     for choice in found.strategies:
-        memory = gigabytes(sum(choice.memory.values())) + ("" if found.fits(choice) else ", does not fit")
+        memory = _short(sum(choice.memory.values())) + ("" if found.fits(choice) else ", does not fit")
         shown.add_row(
             *(str(choice.strategy), repr(choice.layout), seconds(choice.attention_seconds)),
-            *(seconds(choice.step_seconds), f"{choice.mfu:.1%}", gigabytes(choice.attention_bytes)),
-            *(gigabytes(choice.slow_bytes), memory),
+            *(seconds(choice.step_seconds), _short(choice.attention_bytes), _short(choice.slow_bytes), memory),
         )
     best = found.fastest
     more = found.best.step_seconds / best.step_seconds
     if more < 1 + SAME:
         return [shown, "No strategy that fits is faster than a ring."]
     return [shown, f"Fastest: --strategy {best.strategy} with {best.layout!r}, {more:.2f} × as fast as a ring."]
+
+
+def _short(size: int) -> str:
+    """Bytes with three digits, so that the table fits into 80 columns."""
+    number, unit = gigabytes(size).split()
+    return f"{float(number):.3g} {unit}" if float(number) < 999.5 else f"{float(number):.0f} {unit}"
 
 
 def seconds(value: float) -> str:

@@ -8,7 +8,7 @@ import tyro
 
 from striped_attention.core.layout import DEFAULT, LayoutName
 from striped_attention.errors import UsageError
-from striped_attention.options import LengthOrNone, Numbers, Path, Paths, Text, Whole, check_at_least, check_shared
+from striped_attention.options import LengthOrNone, Lengths, Path, Paths, Text, Whole, check_at_least, check_shared
 from striped_attention.strategies.strategy import AUTO
 
 Folder = Annotated[pathlib.Path, tyro.conf.arg(metavar="PATH")]
@@ -36,7 +36,10 @@ class EvaluateConfig:
     """A Hugging Face tokenizer.json. Default: the model's own, or one token per byte if it was trained on bytes."""
     end_token: Whole = None
     """Token that ends a document in .npy and .bin data. Without it, all of the data is one document."""
-    only: Annotated[Literal["perplexity", "needle"] | None, tyro.conf.arg(help_behavior_hint="")] = None
+    only: Annotated[
+        Literal["perplexity", "needle"] | None,
+        tyro.conf.arg(metavar="{perplexity,needle}", help_behavior_hint=""),
+    ] = None
     """Run only one of the two evaluations. Default: both."""
     output: Path = None
     """JSON file for all results, with the configuration, hardware and versions; plot it with `striped report`. Default:
@@ -47,9 +50,9 @@ class EvaluateConfig:
     sequences: int = 32
     """Sequences for the perplexity, spread evenly over --data; all if there are fewer."""
 
-    lengths: Numbers = None
-    """Lengths of the haystacks, question and answer included, in tokens. Default: an eighth, a quarter, half and all of
-    --length."""
+    lengths: Lengths = None
+    """Lengths of the haystacks in tokens, question and answer included, like 8k 32k. Default: an eighth, a quarter,
+    half and all of --length."""
     depths: tuple[int, ...] = (0, 25, 50, 75, 100)
     """Depths of the needle: percent of the haystack's text that comes before it."""
     draws: int = 8
@@ -73,6 +76,8 @@ class EvaluateConfig:
 
     batch: int = 1
     """Sequences per forward pass, over all devices."""
+    devices: Whole = None
+    """Devices that share each sequence, the same as --mesh sequence=N. Default: all devices, or those of --mesh."""
     mesh: Text = None
     """Devices per mesh axis, like data=2,sequence=4: the sequences of a batch are split over data, the tokens of a
     sequence over sequence. Default: all devices on sequence."""
@@ -106,7 +111,7 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         check_shared(self)
-        counts = ("sequence_length", "sequences", "draws", "key_length", "value_length", "batch", "chunk")
+        counts = ("sequence_length", "sequences", "draws", "key_length", "value_length", "batch", "chunk", "devices")
         check_at_least(self, dict.fromkeys(counts, 1))
         if not 0 < self.memory <= 1:
             raise UsageError(

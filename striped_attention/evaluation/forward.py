@@ -44,7 +44,7 @@ def make_program(
     sizes, device = dict(mesh.shape), mesh.devices.flat[0]
     run = plain_config(config, model, length)
     devices, ring = sizes[AXES.sequence], dataclasses.replace(run, strategy=str(RING))
-    layout = ring.make_layout(devices, documents, device.platform)
+    layout = ring.make_layout(devices, documents, device.platform, device.device_kind)
     request = ring.request(layout, devices, documents, device.platform, device.device_kind)
     try:
         strategy = choose_strategy(parse_asked(config.strategy), request, config.kernel, forward_only=True)
@@ -59,7 +59,19 @@ def make_program(
 
 def plain_config(config: EvaluateConfig, model: ModelConfig, length: int) -> TrainConfig:
     """The training options that correspond to these evaluation options."""
-    names = ("batch", "mesh", "layout", "stripe", "strategy", "kernel", "dtype", "memory", "chunk", "cpu_devices")
+    names = (
+        "batch",
+        "devices",
+        "mesh",
+        "layout",
+        "stripe",
+        "strategy",
+        "kernel",
+        "dtype",
+        "memory",
+        "chunk",
+        "cpu_devices",
+    )
     shared = {name: getattr(config, name) for name in names}
     return TrainConfig(shape=model, sequence_length=length, remat="full", **shared)
 

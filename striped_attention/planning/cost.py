@@ -196,8 +196,8 @@ def _memory(
         "gradients": shard * FLOAT32 * (2 if config.accumulate > 1 else 1),
         "kept for the backward pass": model.layers * (tokens * model.dim * width + kept[config.remat]),
         "gathered weights and their gradient": max(max(stages) * (width + FLOAT32), vocabulary),
-        "attention and its ring": messages.memory + 2 * tokens * model.dim * width,  # plus x and its gradient
-        "one chunk": max(chunk * 3 * model.ffn * (width + FLOAT32), scores * 2 * FLOAT32),
+        "attention and communication": messages.memory + 2 * tokens * model.dim * width,  # plus x and its gradient
+        "activations of one chunk": max(chunk * 3 * model.ffn * (width + FLOAT32), scores * 2 * FLOAT32),
         **({"layers of a period": periods} if periods else {}),
     }
 
@@ -224,12 +224,12 @@ def _wire(
     gathered = parts * sum(size for name, size in sizes.items() if _is_split(specs, name)) * (devices - 1) // devices
     # Once forward, once backward for the gradients, and once more where the forward pass is recomputed.
     times = 3 if config.remat in ("attention", "full") else 2
-    traded = {"tokens for heads": times * parts * trade} if trade else {}
+    traded = {"heads, all-to-all": times * parts * trade} if trade else {}
     return {
         **traded,
         "keys and values, forward": parts * forward,
         "keys and values, backward": parts * forward,
-        "their gradients": parts * forward // width * FLOAT32,
+        "gradients of keys and values": parts * forward // width * FLOAT32,
         "weights, gathered twice": 2 * gathered * width,
         "weights' gradients": gathered * FLOAT32,
     }

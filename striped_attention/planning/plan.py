@@ -31,7 +31,7 @@ from striped_attention.planning.cost import (
 )
 from striped_attention.planning.setting import Setting
 from striped_attention.runtime.hardware import HARDWARE, Hardware
-from striped_attention.strategies.choice import CLOSE, Assessment, TileCount
+from striped_attention.strategies.choice import Assessment, TileCount, as_fast
 from striped_attention.strategies.choice import assess as assess_attention
 from striped_attention.strategies.messages import FLOAT32
 from striped_attention.strategies.strategy import AUTO, RING, Strategy, candidates, resolve
@@ -161,7 +161,7 @@ def plan(
         / devices
     )
     bound = base.critical_path / least if least else 1.0
-    choices = tuple(sorted(found, key=lambda choice: choice.step_seconds))
+    choices = tuple(sorted(found, key=_seconds))
     by_strategy = [choices[0]]
     for strategy in _strategies(setting, strategies):
         compared = dict.fromkeys([*_suited(setting, strategy), *layouts] if usual else layouts)
@@ -170,10 +170,9 @@ def plan(
         if strategies is not None and not able:
             raise ValueError(f"With strategy {strategy}: kernel {kernel!r} cannot do this: {_refusal(tried[0])}")
         ready = [_choice(one, pairs, count) for one in able]
-        least = min((choice.step_seconds for choice in ready), default=0.0)
-        best = [choice for choice in ready if choice.step_seconds <= (1 + CLOSE if usual else 1) * least][:1]
+        best = as_fast(ready, _seconds)[:1] if usual else sorted(ready, key=_seconds)[:1]
         by_strategy += [choice for choice in best if all(choice.strategy != other.strategy for other in by_strategy)]
-    by_strategy.sort(key=lambda choice: choice.step_seconds)
+    by_strategy.sort(key=_seconds)
     frugal = min(by_strategy, key=lambda choice: sum(choice.memory.values()))
     shortfall = None if any(choice.fits for choice in by_strategy) else _shortfall(frugal)
     reason = _reason(choices, base, bound)
@@ -183,6 +182,10 @@ def plan(
 def assess(setting: Setting) -> Choice:
     """Estimate a training step with one layout and one strategy."""
     return _choice(setting, _pairs(setting), TileCount(setting.mask, setting.sequence_length))
+
+
+def _seconds(choice: Choice) -> float:
+    return choice.step_seconds
 
 
 def _layouts(setting: Setting, asked: Any) -> list[Layout]:

@@ -176,10 +176,13 @@ def fastest_that_fits(
     Options are sorted, the simplest first. A simpler one is preferred if it is expected to be at most 1% slower.
     """
     fitting = [one for one in options if memory(one) <= usable]
-    if not fitting:
-        return min(options, key=memory)
-    least = min(map(seconds, fitting))
-    return next(one for one in fitting if seconds(one) <= (1 + CLOSE) * least)
+    return as_fast(fitting, seconds)[0] if fitting else min(options, key=memory)
+
+
+def as_fast(options: list[Option], seconds: Callable[[Option], float]) -> list[Option]:
+    """Return the options that are expected to be at most 1% slower than the fastest, in their order."""
+    least = min(map(seconds, options), default=0.0)
+    return [one for one in options if seconds(one) <= (1 + CLOSE) * least]
 
 
 @functools.lru_cache(maxsize=1024)

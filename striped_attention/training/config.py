@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 import pathlib
 from typing import Annotated, Any, Literal, cast
 
@@ -18,6 +19,7 @@ from striped_attention.kernels.choice import choose_stripes, layouts_for
 from striped_attention.kernels.contract import Request, make_request
 from striped_attention.models.llama import PRESETS, ModelConfig
 from striped_attention.options import Length, Number, Path, Paths, Sources, Text, Whole, check_at_least, check_shared
+from striped_attention.runtime.hardware import HARDWARE, Hardware, hardware_of
 from striped_attention.strategies.strategy import AUTO, Strategy, exchanged, parse_strategy, resolve
 from striped_attention.strategies.workload import adapted
 from striped_attention.training.rope import parse_scaling, scaled
@@ -168,10 +170,14 @@ class TrainConfig:
     kv_heads: Whole = None
     """Number of key-value heads, instead of the preset's."""
     vocabulary: Whole = None
-    """Vocabulary size, instead of the preset's. Bytes need 257."""
+    """Vocabulary size. Default: that of the tokenizer, rounded up to a multiple of 128, or else the preset's. Bytes
+    need 257."""
 
     dry_run: bool = False
     """Only print what the run would need: parameters, memory by part, FLOPs, bytes sent."""
+    hardware: Text = None
+    """With --dry-run: the hardware to plan for, a100, h100, h200, b200, v4, v5e, v5p, v6e (TPUs) or cpu. Default: h100,
+    or cpu with --cpu-devices."""
     wandb: Text = None
     """Also log to this Weights & Biases project (needs the extra wandb). --resume continues the same W&B run."""
     profile: Path = None
@@ -215,6 +221,10 @@ class TrainConfig:
                 raise UsageError(f"--{option.replace('_', '-')} needs --validation, the held-out data.")
         if self.resume and self.checkpoint_dir is None:
             raise UsageError("--resume needs --checkpoint-dir, the folder of the run to continue.")
+        if self.hardware is not None and not self.dry_run:
+            raise UsageError("--hardware is for --dry-run; a run uses the devices of this machine. Leave it out.")
+        if self.hardware is not None and self.hardware not in HARDWARE:
+            raise UsageError(f"--hardware must be one of {', '.join(HARDWARE)}; got {self.hardware}.")
         if self.rope_theta is not None and not 1 < self.rope_theta < math.inf:
             raise UsageError(f"--rope-theta must be a number above 1; got {self.rope_theta}.")
         if self.rope_scaling is not None:
@@ -274,32 +284,47 @@ class TrainConfig:
         """The tokenizer for data: the given one, or else the model's own if the data is text."""
         return self.tokenizer or (None if all_raw(sources) else self.own_tokenizer)
 
-    def make_layout(self, devices: int, documents: bool = True, platform: str | None = None) -> Layout:
+    @property
+    def assumed(self) -> Hardware:
+        """The hardware that a dry run assumes: --hardware, or else GPUs, or CPUs with --cpu-devices."""
+        if self.hardware is not None:
+            return HARDWARE[self.hardware]
+        return hardware_of("gpu" if self.cpu_devices is None else "cpu")
+
+    def make_layout(self, devices: int, documents: bool = True, platform: str | None = None, kind: str = "") -> Layout:
         """The layout for this many devices on the sequence axis, with or without packed documents.
 
-        Without a platform, as in a dry run, no device is touched: stripes are chosen for GPUs, or for CPUs with
-        --cpu-devices. `settle` must have replaced the layout "auto" before; otherwise it means stripes.
+        Without a platform, as in a dry run, no device is touched: stripes are chosen for the assumed hardware. `settle`
+        must have replaced the layout "auto" before; otherwise it means stripes.
         """
         if self.stripe is not None or not (has_stripes(self.layout) or self.layout == AUTO):
             return named_layout(DEFAULT if self.layout == AUTO else self.layout, self.stripe or 1)
-        return choose_stripes(*self._stripes_for(devices, documents, platform))
+        return choose_stripes(*self._stripes_for(devices, documents, platform, kind))
 
-    def layouts(self, devices: int, documents: bool = True, platform: str | None = None) -> list[Layout]:
+    def layouts(
+        self, devices: int, documents: bool = True, platform: str | None = None, kind: str = ""
+    ) -> list[Layout]:
         """The layouts that `settle` compares: several for the layout "auto", or else the requested one."""
         if self.layout == AUTO and self.stripe is None:
-            return layouts_for(*self._stripes_for(devices, documents, platform))
-        return [self.make_layout(devices, documents, platform)]
+            return layouts_for(*self._stripes_for(devices, documents, platform, kind))
+        return [self.make_layout(devices, documents, platform, kind)]
 
     def with_layout(self, layout: Layout) -> "TrainConfig":
         """The same run with this layout."""
         stripe = layout.stripe if has_stripes(layout.name) else None
         return dataclasses.replace(self, layout=cast(LayoutChoice, layout.name), stripe=stripe)
 
-    def _stripes_for(self, devices: int, documents: bool, platform: str | None) -> tuple[str, Request, int, int]:
+    def _stripes_for(
+        self, devices: int, documents: bool, platform: str | None, kind: str
+    ) -> tuple[str, Request, int, int]:
         """The arguments of `choose_stripes` and `layouts_for`."""
-        assumed = "gpu" if self.cpu_devices is None else "cpu"
-        request = self.request(BASELINE, devices, documents, platform or assumed, here=platform is not None)
+        here = platform is not None
+        request = self.request(BASELINE, devices, documents, *self.platform_and_kind(platform, kind), here=here)
         return self.kernel, request, -(-self.sequence_length // devices), devices // request.devices
+
+    def platform_and_kind(self, platform: str | None, kind: str) -> tuple[str, str]:
+        """Return the arguments; without a platform, those of the assumed hardware."""
+        return (self.assumed.platform, next(iter(self.assumed.kinds), "")) if platform is None else (platform, kind)
 
     def make_strategy(self, devices: int) -> Strategy:
         """The strategy for this many devices on the sequence axis; `settle` must have replaced "auto" before."""
@@ -351,6 +376,11 @@ class TrainConfig:
         return exchanged(adapted(self.make_strategy(devices), plain), plain)
 
     def record(self) -> dict[str, Any]:
-        """All options as JSON-compatible values."""
+        """All options as JSON-compatible values. Paths are absolute: a run can be resumed from any folder."""
         options = {name: value for name, value in vars(self).items() if name not in ("shape", "own_tokenizer")}
-        return {k: str(v) if isinstance(v, pathlib.Path) else v for k, v in options.items()}
+        for name, value in options.items():
+            if isinstance(value, pathlib.Path):
+                options[name] = os.path.abspath(value)
+            elif name in ("data", "validation") and value is not None:
+                options[name] = tuple(map(os.path.abspath, value))  # of PATH=WEIGHT, too
+        return options

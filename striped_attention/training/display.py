@@ -35,7 +35,7 @@ class Display:
         self.step, self.steps, self._clock = first, steps, clock
         self.checkpoint: int | None = None  # step of the newest checkpoint
         self.memory_limit: int | None = None  # bytes of a device that JAX may use
-        self.stopping: Callable[[], str | None] = lambda: None  # name of the signal that asked to stop, if any
+        self.stopping: str | None = None  # name of the signal that asked to stop, if any
         self._metrics: dict[str, Any] = {}
         self._validation: tuple[int, float] | None = None  # step and loss
         self._sum = self._weight = 0.0
@@ -68,8 +68,14 @@ class Display:
             yield self._table(options.max_width < TWO_COLUMNS)
         else:
             yield rich.text.Text(f"waiting for the first step: {duration(self._clock() - self._begun)}")
-        if (signal := self.stopping()) is not None:
-            yield rich.text.Text(f"{signal}: stopping after this step. A second signal exits at once, without saving.")
+        if self.stopping is not None:
+            yield rich.text.Text(self.acknowledgement)
+
+    @property
+    def acknowledgement(self) -> str:
+        """What a signal that asks to stop does."""
+        when = "this step" if self._metrics else "the first step"
+        return f"{self.stopping}: stopping after {when}. A second signal exits at once, without saving."
 
     def _table(self, narrow: bool) -> rich.table.Table:
         left, right = self._learning(), self._machine()

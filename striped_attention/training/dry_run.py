@@ -7,7 +7,6 @@ import rich.table
 
 from striped_attention.planning.cost import Cost, estimate, gigabytes
 from striped_attention.training.config import TrainConfig
-from striped_attention.training.settle import assumed
 
 
 def show(config: TrainConfig, mesh: dict[str, int], start: Sequence[str] = ()) -> None:
@@ -41,16 +40,17 @@ def show(config: TrainConfig, mesh: dict[str, int], start: Sequence[str] = ()) -
 
 def _fit(config: TrainConfig, cost: Cost) -> str:
     """One sentence on whether the step fits in the memory of the hardware that the dry run assumes."""
-    hardware = assumed(config)
+    hardware = config.assumed
     room = int(config.memory * hardware.memory)
     whole = gigabytes(int(hardware.memory))
     of = f"the {gigabytes(room)} that --memory {config.memory:g} allows of a device with {whole}"
+    name = hardware.name if config.hardware is not None else f"assumed: {hardware.name}; --hardware sets another one"
     if cost.total_memory <= room:
-        return f"It fits: {gigabytes(cost.total_memory)} of {of} (assumed: {hardware.name})."
+        return f"It fits: {gigabytes(cost.total_memory)} of {of} ({name})."
     less = "" if config.remat == "full" else ", or leave out --remat and --chunk"
     return (
-        f"[red]It does not fit:[/] {gigabytes(cost.total_memory)} is more than {of} (assumed: {hardware.name}). Use "
-        f"more devices, a shorter --length or a larger --accumulate{less}."
+        f"[red]It does not fit:[/] {gigabytes(cost.total_memory)} is more than {of} ({name}). Use more "
+        f"devices, a shorter --length or a larger --accumulate{less}."
     )
 
 
@@ -60,19 +60,21 @@ def _memory(cost: Cost) -> rich.table.Table:
     for part, size in cost.memory.items():
         table.add_row(part, gigabytes(size))
     table.add_section()
-    table.add_row("[bold]together", f"[bold]{gigabytes(cost.total_memory)}")
+    table.add_row("[bold]total", f"[bold]{gigabytes(cost.total_memory)}")
     return table
 
 
 def _work(cost: Cost) -> rich.table.Table:
-    table = rich.table.Table("work per step and device", "")
+    table = rich.table.Table("work and traffic per step", "per device")
     table.columns[1].justify = "right"
     flops = cost.matrix_flops + cost.attention_flops
     table.add_row("useful FLOPs", f"{flops:.3g}")
     table.add_row("of which attention, at most (one document)", f"{cost.attention_flops:.3g}")
     table.add_row("attention's share of the work, with recomputation", f"{cost.attention_share:.0%}")
-    table.add_row("hops of keys and values, per layer and direction", str(cost.hops))
-    table.add_row("bytes per hop", gigabytes(cost.hop_bytes))
+    if cost.hops:
+        table.add_row("hops of keys and values, per layer and direction", str(cost.hops))
+        table.add_row("bytes per hop", gigabytes(cost.hop_bytes))
     for part, size in cost.wire.items():
-        table.add_row(f"sent: {part}", gigabytes(size))
+        if size:
+            table.add_row(f"sent: {part}", gigabytes(size))
     return table

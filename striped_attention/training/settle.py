@@ -11,15 +11,10 @@ from striped_attention.planning import budget
 from striped_attention.planning.cost import estimate
 from striped_attention.planning.plan import assess
 from striped_attention.planning.setting import Setting
-from striped_attention.runtime.hardware import Hardware, hardware_of
-from striped_attention.strategies.choice import CLOSE, fastest_that_fits
+from striped_attention.runtime.hardware import hardware_of
+from striped_attention.strategies.choice import CLOSE, as_fast, fastest_that_fits
 from striped_attention.strategies.strategy import AUTO, Strategy, candidates
 from striped_attention.training.config import TrainConfig
-
-
-def assumed(config: TrainConfig, platform: str | None = None, kind: str = "") -> Hardware:
-    """The hardware to plan for: by default GPUs, or CPUs with --cpu-devices."""
-    return hardware_of(platform or ("gpu" if config.cpu_devices is None else "cpu"), kind)
 
 
 def settle(
@@ -32,7 +27,7 @@ def settle(
 ) -> TrainConfig:
     """Return the run with the fastest strategy, layout, `remat` and `chunk` that are planned to fit in memory.
 
-    Without a platform, as in a dry run, the plan is for GPUs, or for CPUs with --cpu-devices. `available` is the number
+    Without a platform, as in a dry run, the plan is for the assumed hardware. `available` is the number
     of bytes per device that a step may use; by default the share --memory of such a device. If nothing fits, the choice
     that needs least memory is taken. Packed documents differ from step to step, so their lengths are sampled as in
     `striped plan`. The choice of `--strategy auto` and the planned seconds of all strategies are logged at level INFO.
@@ -49,11 +44,11 @@ def settled(
     available: float | None = None,
 ) -> tuple[TrainConfig, list[str]]:
     """Like `settle`, with lines for the user that explain what "auto" stands for."""
-    hardware = assumed(config, platform, kind)
+    hardware = config.assumed if platform is None else hardware_of(platform, kind)
     available = config.memory * hardware.memory if available is None else available
     devices, model = sizes["sequence"], config.model
-    if config.strategy != AUTO and len(config.layouts(devices, documents, platform)) == 1:
-        return budget.within(config, sizes, available), []
+    if config.strategy != AUTO and len(layouts := config.layouts(devices, documents, platform, kind)) == 1:
+        return budget.within(config.with_layout(*layouts), sizes, available), []
     drawn = packed(config.sequence_length) if documents else causal()
     masks = [(mask & drawn, layers) for mask, layers in config.known_masks()]
     sequences = config.batch // sizes["data"] // config.accumulate
@@ -77,12 +72,10 @@ def settled(
     def by_layout(strategy: object) -> list[Planned]:
         """The plans of a run with this strategy, the preferred layout first."""
         run = dataclasses.replace(config, strategy=str(strategy))
-        layouts = run.layouts(devices, documents, platform)
-        if len(layouts) == 1:
-            return [tried(run, *layouts)]
+        layouts = run.layouts(devices, documents, platform, kind)
         plans = [tried(run.with_layout(layout), layout) for layout in layouts]
-        least = min(plan.seconds for plan in plans)
-        return sorted(plans, key=lambda plan: plan.seconds > (1 + CLOSE) * least)  # stable: the simpler ones first
+        close = as_fast(plans, lambda plan: plan.seconds)
+        return sorted(plans, key=lambda plan: plan not in close)  # stable: in both parts the simpler ones first
 
     able, reasons = [], []
     for strategy in candidates(devices, model.heads, hardware.group) if config.strategy == AUTO else [config.strategy]:
@@ -126,7 +119,8 @@ class Planned:
 
     @property
     def spent(self) -> str:
-        return f"{self.seconds:.3g} s{'' if self.fits else ' (does not fit in memory)'}"
+        seconds = f"{self.seconds:.3g}" if self.seconds < 1000 else f"{self.seconds:,.0f}"
+        return f"{seconds} s{'' if self.fits else ' (does not fit in memory)'}"
 
 
 def why(taken: Strategy, found: Sequence[Planned], devices: str) -> str:

@@ -12,7 +12,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from striped_attention.data import Named, need_tokenizer
+from striped_attention.data import Named, kept_tokenizer, need_tokenizer
+from striped_attention.data.tokenizer import open_tokenizer, tokens_of
 from striped_attention.errors import UsageError
 from striped_attention.huggingface.writing import BESIDE, GENERATION
 from striped_attention.models.llama import ModelConfig
@@ -22,6 +23,7 @@ from striped_attention.training.config import TrainConfig
 from striped_attention.training.folder import TOKENIZER, read_record
 from striped_attention.training.source import NoTokenizer, Source, find
 
+ROUND = 128  # the vocabulary is a multiple of it: matrix units compute in tiles
 RECORDED = ("start_from", "rope_theta", "rope_scaling")  # options that a resumed run keeps, given again or not
 
 
@@ -68,9 +70,23 @@ class Start:
 def look(config: TrainConfig) -> Start:
     """Find what a run starts from. Reads no weights and writes nothing. Raises UsageError if the start is invalid."""
     run = _last_run(config)
+    config = _with_vocabulary(config, run)
     if run is not None:
         return dataclasses.replace(_resumed(config, run), changes=_changes(config, run))
     return _begun(config)
+
+
+def _with_vocabulary(config: TrainConfig, run: dict[str, Any] | None) -> TrainConfig:
+    """Set the vocabulary of a model from scratch to that of its tokenizer, unless --vocabulary is given."""
+    if config.vocabulary is not None or config.start_from is not None:
+        return config
+    if run is not None:
+        return dataclasses.replace(config, vocabulary=run.get("options", {}).get("vocabulary"))
+    tokenizer = config.tokenizer or kept_tokenizer(config.data)
+    if tokenizer is None:
+        return config
+    needed = tokens_of(open_tokenizer(tokenizer))
+    return dataclasses.replace(config, vocabulary=-(-needed // ROUND) * ROUND)
 
 
 def _resumed(config: TrainConfig, run: dict[str, Any]) -> Start:

@@ -96,7 +96,7 @@ class Program:
         tile = None if config.tile is None else (config.tile, config.tile)
         assert config.chunk is not None, "settled"
         return Compute(
-            layout=config.make_layout(devices, self.documents, self.platform),
+            layout=config.make_layout(devices, self.documents, self.platform, self.mesh.devices.flat[0].device_kind),
             devices=devices,
             length=config.sequence_length,
             dtype=jnp.dtype(config.dtype),

@@ -18,7 +18,7 @@ from striped_attention.training import arrays, folder, memory, start, validation
 from striped_attention.training.checkpoint import Checkpoints, Place
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.loop import Run
-from striped_attention.training.settle import assumed, settled
+from striped_attention.training.settle import settled
 from striped_attention.training.signals import Signals
 from striped_attention.training.step import Program, State
 from striped_attention.training.watch import Watch
@@ -45,14 +45,14 @@ def train(config: TrainConfig) -> State:
     kind = jax.local_devices()[0].device_kind
     config, reasons = settled(config, sizes, documents, jax.default_backend(), kind, room)
     config.make_strategy(sizes[AXES.sequence])  # raises if it is not possible
-    kernel = choose(config, sizes, documents, jax.default_backend())
+    kernel = choose(config, sizes, documents, jax.default_backend(), kind)
     program = Program(config, make_mesh(sizes), documents=documents)
     held_out = validation.held_out(program)
     with Signals() as asked, _room(config, sizes), _checkpoints(config) as checkpoints:
         place, runs = _look(program, corpus, begin, checkpoints)
         wandb = None if config.wandb is None or not main else WandbRun(config)
         with Watch(place.step, config.steps, quiet=not main, wandb=wandb) as watch:
-            watch.display.stopping = lambda: asked.name
+            asked.notify = watch.stopping
             watch.say(describe(program, corpus, kernel))
             held = [] if held_out is None else held_out.corpus.notes(config.sequence_length)
             for line in (*reasons, *begin.lines, *corpus.notes(config.sequence_length), *held):
@@ -150,12 +150,13 @@ def mesh_sizes(config: TrainConfig, devices: int | None) -> dict[str, int]:
     return sizes
 
 
-def choose(config: TrainConfig, sizes: dict[str, int], documents: bool, platform: str | None) -> str:
+def choose(config: TrainConfig, sizes: dict[str, int], documents: bool, platform: str | None, kind: str = "") -> str:
     """Return the name of the run's attention kernel, or several if layers differ. Raises if the requested kernel does
     not support the run. Without a platform, as in a dry run, no device is touched."""
     devices, here = sizes[AXES.sequence], platform is not None
-    layout = config.make_layout(devices, documents, platform)
-    ask = functools.partial(config.request, layout, devices, documents, platform or assumed(config).platform, here=here)
+    layout = config.make_layout(devices, documents, platform, kind)
+    platform, kind = config.platform_and_kind(platform, kind)
+    ask = functools.partial(config.request, layout, devices, documents, platform, kind, here)
     try:
         names = [choice.choose(config.kernel, ask(mask=mask)).name for mask, _ in config.known_masks()]
         return " and ".join(dict.fromkeys(names))

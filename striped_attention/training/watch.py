@@ -47,7 +47,7 @@ class Watch:
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         if self._live is not None:
-            self.display.stopping = lambda: None  # the run has stopped already
+            self.display.stopping = None  # the run has stopped already
             self._live.stop()
         for kept in (self._file, self._tensorboard):
             with contextlib.suppress(OSError):  # every step was flushed, and a failed flush was reported
@@ -70,6 +70,12 @@ class Watch:
     def say(self, text: str) -> None:
         """Print one line for the user."""
         self.console.print(text)
+
+    def stopping(self, signal: str) -> None:
+        """Acknowledge a signal that asks to stop; another thread may call this."""
+        self.display.stopping = signal
+        if self._live is None:
+            self.say(self.display.acknowledgement)
 
     def loaded(self, done: int, total: int) -> None:
         """Report how many of a model's parameters were read, every 10 s and at the end."""

@@ -12,7 +12,7 @@ import tyro
 
 from striped_attention.cli.help import docstrings
 from striped_attention.errors import UsageError
-from striped_attention.options import Numbers, Path, Texts, Whole, parse_layouts, parse_mask
+from striped_attention.options import Lengths, Numbers, Path, Texts, Whole, parse_layouts, parse_mask
 from striped_attention.runtime.hardware import HARDWARE
 from striped_attention.strategies.strategy import AUTO, parse_strategy
 
@@ -57,7 +57,7 @@ class BenchConfig:
     """The suite to run."""
     members: Annotated[Numbers, tyro.conf.arg(aliases=("--devices",))] = None
     """Devices that share a sequence."""
-    lengths: Numbers = None
+    lengths: Lengths = None
     """Sequence lengths in tokens."""
     layouts: Texts = None
     """Layouts, e.g. striped(1) striped(256) zigzag. On CPUs contiguous is always timed as well; step chooses the width
@@ -72,10 +72,12 @@ class BenchConfig:
     auto."""
     kernels: Texts = None
     """Attention kernels, any of cudnn, hopper and xla. gpu skips what a kernel cannot do and reports why."""
-    text: Annotated[Literal["documents", "whole"] | None, tyro.conf.arg(help_behavior_hint="")] = None
+    text: Annotated[
+        Literal["documents", "whole"] | None, tyro.conf.arg(metavar="{documents,whole}", help_behavior_hint="")
+    ] = None
     """documents: sequences are packed with documents of about 1800 tokens. whole: a sequence is one document. The
     kernel cudnn does not support packed documents; --kernels hopper does."""
-    platform: Annotated[Literal["cpu", "gpu"] | None, tyro.conf.arg(help_behavior_hint="")] = None
+    platform: Annotated[Literal["cpu", "gpu"] | None, tyro.conf.arg(metavar="{cpu,gpu}", help_behavior_hint="")] = None
     """Where to run. On a GPU the defaults are more heads, bfloat16 and longer sequences."""
     batch: Numbers = None
     """Batch sizes."""

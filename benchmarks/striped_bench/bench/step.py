@@ -291,8 +291,8 @@ def check(
         config = TrainConfig(**options, **layout_options(name), strategy=strategy)
         try:
             config = settle(config, {"data": 1, "sequence": count}, documents, platform, kind, room)
-            layout = config.make_layout(count, documents, platform)
-            choose(kernel, config.request(layout, count, documents, platform))
+            layout = config.make_layout(count, documents, platform, kind)
+            choose(kernel, config.request(layout, count, documents, platform, kind))
         except NotImplementedError as error:
             raise UsageError(f"--presets {preset} --strategies {strategy}: {error}") from error
         heads = f"{config.model.heads}:{config.model.kv_heads}"

@@ -1,0 +1,44 @@
+"""Signals: the first one is acknowledged although Python runs no handlers, the second one ends the process."""
+
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from striped_attention.training.signals import Signals
+
+# The main thread is inside C code for minutes, as while JAX compiles: Python calls no signal handlers.
+BUSY = """
+import hashlib
+from striped_attention.training.signals import Signals
+with Signals() as asked:
+    asked.notify = lambda name: print(name, flush=True)
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_handled_while_the_main_thread_is_busy(number):
+    with subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.stdout.readline() == f"{number.name}\n"
+        process.send_signal(number)
+        assert process.wait() == 128 + number
+
+
+def test_a_request_to_stop_is_known_at_once_and_kept():
+    acknowledged, names = threading.Event(), []
+    before = signal.getsignal(signal.SIGTERM)
+    with Signals() as asked:
+        asked.notify = lambda name: (names.append(name), acknowledged.set())
+        assert not asked.stop
+        signal.raise_signal(signal.SIGTERM)
+        assert asked.stop
+        assert asked.name == "SIGTERM"
+        assert acknowledged.wait(60)
+    assert names == ["SIGTERM"]
+    assert signal.getsignal(signal.SIGTERM) is before
