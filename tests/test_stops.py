@@ -240,4 +240,6 @@ def test_a_prompt_beyond_the_models_positions_is_said(model, capsys):
     assert code == 0
     words = " ".join(err.split())
     assert "Warning: The prompt has 131 tokens, more than the model's maximum of 128: expect poor text" in words
-    assert "Warning" not in generate(capsys, *command, "a" * 100)[2]
+    assert "Warning" not in generate(capsys, *command, "a" * 125)[2]
+    words = " ".join(generate(capsys, *command, "a" * 126)[2].split())
+    assert "has 127 tokens; with --max-tokens 2, the sequence may exceed the model's maximum of 128" in words

@@ -214,6 +214,11 @@ def _warnings(
             f"Warning: {where} has {longest:,} tokens, more than the model's maximum of {positions:,}: expect poor "
             f"text, or use a model for longer sequences."
         )
+    elif positions is not None and longest + settings.max_tokens > positions:
+        lines.append(
+            f"Warning: {where} has {longest:,} tokens; with --max-tokens {settings.max_tokens:,}, the sequence may "
+            f"exceed the model's maximum of {positions:,}: expect poor text from there on."
+        )
     results = RESULTS if config.alternatives is None else RESULTS + LOGPROBS
     taken = sorted({name for prompt in asked for name in prompt.said if name in results})
     if taken:
