@@ -25,7 +25,7 @@ def wheel(tmp_path_factory):
     source = folder / "source"
     nothing = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "striped_attention", source / "striped_attention", ignore=nothing)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
     done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False)
@@ -44,6 +44,18 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel):
     assert set(names) == {*modules, "striped_attention/py.typed"}
     assert {re.match(r"[\w-]+", need)[0] for need in needs if "extra ==" not in need} == CORE
     assert "striped = striped_attention.cli:main" in entries
+
+
+def test_the_description_on_pypi_links_to_nothing_that_is_only_in_the_repository(wheel):
+    with zipfile.ZipFile(wheel) as packed:
+        (metadata,) = (name for name in packed.namelist() if name.endswith(".dist-info/METADATA"))
+        message = email.message_from_bytes(packed.read(metadata))
+    text, readme = message.get_payload(), (ROOT / "README.md").read_text()
+    assert message["Description-Content-Type"] == "text/markdown"
+    assert text.splitlines()[0] == readme.splitlines()[0]
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert links == re.findall(r"\]\((https?:[^)]*)\)", readme) != []
+    assert "docs/training.md" in text, "still named"
 
 
 def packages(distributions):
