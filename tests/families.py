@@ -14,7 +14,7 @@ import numpy as np
 from striped_attention import huggingface
 from striped_attention.core.oracle import dense_attention
 from striped_attention.models.llama import after, before, logits, scale_embedding, split_layer
-from striped_attention.models.rotary import Stretch
+from striped_attention.models.rotary import RopeScaling
 
 LENGTH, VOCABULARY, END = 48, 61, 7
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (2, LENGTH)).astype(np.int32)
@@ -45,8 +45,8 @@ def longrope(original, pairs):
     """Return Phi's rope scaling with different factors for every pair, as a configuration and as parsed from it."""
     short, long = ([first + i / 2 for i in range(pairs)] for first in (1.0, 3.0))
     said = dict(rope_type="longrope", rope_theta=10_000.0, short_factor=short, long_factor=long)
-    stretch = Stretch("longrope", 1024 / original, original, short=tuple(short), long=tuple(long))
-    return dict(rope_parameters=said, original_max_position_embeddings=original), stretch
+    rope_scaling = RopeScaling("longrope", 1024 / original, original, short=tuple(short), long=tuple(long))
+    return dict(rope_parameters=said, original_max_position_embeddings=original), rope_scaling
 
 
 GEMMA = dict(head_dim=24, query_pre_attn_scalar=16, sliding_window=7)
@@ -71,14 +71,19 @@ MODELS = {
     "llama, tied, linear": Model(
         "Llama",
         dict(tie_word_embeddings=True, rope_parameters=dict(rope_type="linear", rope_theta=500.0, factor=2.0)),
-        dict(tied=True, rope_theta=500.0, stretch=Stretch("linear", 2.0)),
-        ("stretch",),
+        dict(tied=True, rope_theta=500.0, rope_scaling=RopeScaling("linear", 2.0)),
+        ("rope_scaling",),
     ),
-    "llama 3": Model("Llama", dict(rope_parameters=LLAMA3), dict(stretch=Stretch("llama3", 4.0, 256)), ("stretch",)),
+    "llama 3": Model(
+        "Llama", dict(rope_parameters=LLAMA3), dict(rope_scaling=RopeScaling("llama3", 4.0, 256)), ("rope_scaling",)
+    ),
     "mistral": Model("Mistral", dict(sliding_window=7, head_dim=24), dict(window=7, head_width=24), ("window",)),
     "qwen 2, tied": Model("Qwen2", dict(tie_word_embeddings=True), dict(biases=True, tied=True)),
     "qwen 2, yarn": Model(
-        "Qwen2", dict(rope_parameters=YARN), dict(stretch=Stretch("yarn", 4.0, 256, 1.0, 8.0)), ("stretch",)
+        "Qwen2",
+        dict(rope_parameters=YARN),
+        dict(rope_scaling=RopeScaling("yarn", 4.0, 256, 1.0, 8.0)),
+        ("rope_scaling",),
     ),
     "qwen 2, window": Model(
         "Qwen2",
@@ -116,23 +121,25 @@ MODELS = {
         dict(
             **dict(head_width=24, window=7, full_every=3, attention_width=16, softcap=None, score_softcap=None),
             **dict(norms="around", head_norms=True, rope_theta=5000.0, local_theta=200.0, tied=True),
-            stretch=Stretch("linear", 2.0),
+            rope_scaling=RopeScaling("linear", 2.0),
         ),
-        ("window", "full_every", "local_theta", "stretch"),
+        ("window", "full_every", "local_theta", "rope_scaling"),
     ),
     "gemma 3, windows alone": Model(  # like the first layers of every Gemma 3
         "Gemma3Text",
         dict(**GEMMA, rope_parameters=dict(sliding_attention=LOCAL, full_attention=LINEAR)),
-        dict(window=7, full_every=None, rope_theta=5000.0, local_theta=200.0, stretch=Stretch("linear", 2.0)),
+        dict(window=7, full_every=None, rope_theta=5000.0, local_theta=200.0, rope_scaling=RopeScaling("linear", 2.0)),
         ("window", "local_theta"),
     ),
     "phi 3": Model("Phi3", dict(sliding_window=9, tie_word_embeddings=False), dict(fused=True, window=9), ("window",)),
-    "phi 3, long": Model("Phi3", LONG, dict(fused=True, stretch=LONG_STRETCH, rotary_width=None), ("stretch",)),
+    "phi 3, long": Model(
+        "Phi3", LONG, dict(fused=True, rope_scaling=LONG_STRETCH, rotary_width=None), ("rope_scaling",)
+    ),
     "phi 4 mini, short": Model(
         "Phi3",
         dict(**SHORT, partial_rotary_factor=0.75, tie_word_embeddings=True),
-        dict(fused=True, tied=True, stretch=SHORT_STRETCH, rotary_width=12),
-        ("stretch",),
+        dict(fused=True, tied=True, rope_scaling=SHORT_STRETCH, rotary_width=12),
+        ("rope_scaling",),
     ),
     "olmo 2": Model("Olmo2", dict(), dict(norms="after", wide_norms=True, norm_epsilon=1e-5)),
 }

@@ -147,7 +147,7 @@ def test_a_plan_settles_strategies_and_says_what_cannot_be_measured():
     assert ["must divide the 4 devices" in row["refused"] for row in rows if "refused" in row] == [True, False]
     ring, heads, gather = rows[:3]
     assert (ring["ranks"], heads["ranks"]) == ([0, 3], [0]), "if only heads are split, all devices have the same work"
-    message = ring["hop_bytes"] / hardware_of("cpu").wire + hardware_of("cpu").latency
+    message = ring["hop_bytes"] / hardware_of("cpu").interconnect + hardware_of("cpu").latency
     assert ring["planned_transfer_seconds"]["forward"] == pytest.approx(3 * message)
     assert gather["planned_exposed_seconds"]["forward"] < gather["planned_transfer_seconds"]["forward"]
     assert heads["planned_exposed_seconds"] == pytest.approx(heads["planned_transfer_seconds"])
@@ -371,8 +371,8 @@ def test_a_row_has_the_times_of_one_program_and_the_memory_and_transfers_of_anot
     assert row["wire_bytes"]["keys and values, forward"] == 2 * 3 * hop, "2 layers, 3 hops"
     state = 3 * 4 * sum(math.prod(shape) for shape in jax.tree.leaves(model.PRESETS["debug"].shapes, is_leaf=is_shape))
     assert state / 4 < row["needed_bytes"] < 20 * state
-    wire = hardware_of("cpu").wire
-    assert sum(row["wire_bytes"].values()) / wire < row["planned_transfer_seconds"] < 0.1, "plus 20 µs per message"
+    rate = hardware_of("cpu").interconnect
+    assert sum(row["wire_bytes"].values()) / rate < row["planned_transfer_seconds"] < 0.1, "plus 20 µs per message"
 
 
 def is_shape(x):

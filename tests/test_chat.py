@@ -121,7 +121,7 @@ class Spy:
 
     def __init__(self, monkeypatch):
         self.read, self.cleared = [], 0
-        read, clear = Engine.read, Engine.clear
+        read, clear = Engine.prefill, Engine.clear
 
         def spied(engine, texts, say=None):
             if len(texts[0]):
@@ -132,7 +132,7 @@ class Spy:
             self.cleared += 1
             clear(engine)
 
-        monkeypatch.setattr(Engine, "read", spied)
+        monkeypatch.setattr(Engine, "prefill", spied)
         monkeypatch.setattr(Engine, "clear", counted)
 
 

@@ -16,7 +16,7 @@ from striped_attention.core.oracle import dense_attention
 from striped_attention.generation.engine import Engine
 from striped_attention.generation.fused import fuse
 from striped_attention.generation.programs import Options
-from striped_attention.generation.sample import NOBODY, Sampling, choose, logprobs
+from striped_attention.generation.sample import NO_TOKEN, Sampling, choose, logprobs
 from striped_attention.models.llama import ModelConfig, after, before, init, logits, split_layer
 from striped_attention.models.stages import AXES
 from striped_attention.runtime.schedule import traffic
@@ -95,22 +95,22 @@ def test_reading_and_writing_is_the_whole_model(config, devices, layout):
     """Ragged prefill in chunks, decoding with one sequence ending early, and a second prefill match the dense model."""
     engine = engine_of(config, devices, layout)
     lengths = np.array([13, 1, 7])
-    engine.read([TEXT[row, :n] for row, n in enumerate(lengths)])
+    engine.prefill([TEXT[row, :n] for row, n in enumerate(lengths)])
     assert_scores(engine, config, lengths)
     for step in range(5):
         active = np.array([True, True, step < 3])
         engine.append([TEXT[row, n] for row, n in enumerate(lengths)], active)
         lengths += active
         assert_scores(engine, config, lengths)
-    engine.read([TEXT[row, n : n + more] for (row, n), more in zip(enumerate(lengths), (6, 0, 2), strict=True)])
+    engine.prefill([TEXT[row, n : n + more] for (row, n), more in zip(enumerate(lengths), (6, 0, 2), strict=True)])
     lengths += [6, 0, 2]
     assert_scores(engine, config, lengths)
     assert engine.lengths.tolist() == lengths.tolist() == engine.caches[0].lengths.tolist()
 
 
 def greedy(engine, prompts, steps, stop=()):
-    engine.read(prompts)
-    return np.stack([step.tokens for step in engine.write(steps, Sampling(), stop)], axis=1)
+    engine.prefill(prompts)
+    return np.stack([step.tokens for step in engine.decode(steps, Sampling(), stop)], axis=1)
 
 
 def test_greedy_text_is_the_same_everywhere_and_that_of_the_whole_model():
@@ -138,7 +138,7 @@ def test_a_text_goes_on_in_turns():
     assert greedy(engine, whole, 5).tolist() == second.tolist()
     engine.clear()
     assert greedy(engine, [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]], 4).tolist() == first.tolist()
-    more = [step.tokens for step in engine.write(2, Sampling())]  # without a further prompt
+    more = [step.tokens for step in engine.decode(2, Sampling())]  # without a further prompt
     engine.clear()
     assert greedy(engine, [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]], 6)[:, 4:].tolist() == np.stack(more, 1).tolist()
 
@@ -154,7 +154,7 @@ def test_texts_end_at_a_stop_token_each_by_itself():
         ends = np.flatnonzero(free[row] == stop)
         length = ends[0] + 1 if len(ends) else found.shape[1]
         assert found[row, :length].tolist() == free[row, :length].tolist()
-        assert (found[row, length:] == NOBODY).all()
+        assert (found[row, length:] == NO_TOKEN).all()
         assert engine.lengths[row] == len(prompts[row]) + length
 
 
@@ -165,8 +165,8 @@ def test_log_probabilities_are_those_of_the_whole_model_in_a_batch_and_alone():
 
     def steps(engine, rows, active):
         engine.clear()
-        engine.read(rows)
-        return list(engine.write(6, sampling, rows=[0, 1, 2], active=active, logprobs=3))
+        engine.prefill(rows)
+        return list(engine.decode(6, sampling, rows=[0, 1, 2], active=active, logprobs=3))
 
     together = steps(batch, prompts, None)
     for row, prompt in enumerate(prompts):
@@ -190,17 +190,17 @@ def test_tokens_do_not_depend_on_how_many_a_program_decodes(sampling):
     prompts, found = [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]], []
     for block in (1, 4, 16):
         engine = engine_of(SMALL, 4, sa.striped(2), block=block)
-        engine.read(prompts)
-        free = [step.tokens.tolist() for step in engine.write(11, sampling)]
+        engine.prefill(prompts)
+        free = [step.tokens.tolist() for step in engine.decode(11, sampling)]
         engine.clear()
-        engine.read(prompts)
+        engine.prefill(prompts)
         stop = [free[2][1], free[6][0]]
         found.append(
-            (free, [step.tokens.tolist() for step in engine.write(11, sampling, stop)], engine.lengths.tolist())
+            (free, [step.tokens.tolist() for step in engine.decode(11, sampling, stop)], engine.lengths.tolist())
         )
     assert found[0] == found[1] == found[2]
     assert len(found[0][0]) == 11
-    assert found[0][1][3][1] == NOBODY
+    assert found[0][1][3][1] == NO_TOKEN
 
 
 @pytest.mark.parametrize("config", [SMALL, WINDOW], ids=["full", "window"])
@@ -208,14 +208,14 @@ def test_tokens_that_nobody_wanted_are_taken_back(config):
     """Devices run up to two blocks ahead of the host; unused tokens are removed, also from caches that wrap around."""
     engine = engine_of(config, 4, sa.striped(2))
     prompts = [TEXT[0, :13], TEXT[1, :3], TEXT[2, :8]]
-    engine.read(prompts)
-    new = [next(step).tokens for step in [engine.write(20, Sampling())] for _ in range(6)]
+    engine.prefill(prompts)
+    new = [next(step).tokens for step in [engine.decode(20, Sampling())] for _ in range(6)]
     new = np.stack(new, axis=1)
     assert engine.lengths.tolist() == [19, 9, 14]
-    engine.read([TEXT[0, 20:23], [], TEXT[2, 20:21]])
+    engine.prefill([TEXT[0, 20:23], [], TEXT[2, 20:21]])
     wanted = np.asarray(engine.scores)
     engine.clear()
-    engine.read(
+    engine.prefill(
         [[*TEXT[0, :13], *new[0], *TEXT[0, 20:23]], [*TEXT[1, :3], *new[1]], [*TEXT[2, :8], *new[2], TEXT[2, 20]]]
     )
     assert np.abs(np.asarray(engine.scores) - wanted).max() < 1e-5 * np.abs(wanted).max()
@@ -226,17 +226,17 @@ def test_the_host_may_end_a_sequence():
     prompts = [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]]
     free = greedy(engine, prompts, 12)
     engine.clear()
-    engine.read(prompts)
+    engine.prefill(prompts)
     found = []
-    for step in engine.write(12, Sampling()):
+    for step in engine.decode(12, Sampling()):
         found.append(step.tokens)
         if len(found) == 3:
             engine.end(1)
     found = np.stack(found, axis=1)
     assert found[[0, 2]].tolist() == free[[0, 2]].tolist()
-    assert found[1].tolist() == [*free[1, :3], *[NOBODY] * 9]
+    assert found[1].tolist() == [*free[1, :3], *[NO_TOKEN] * 9]
     assert engine.lengths.tolist() == [17, 6, 20]
-    engine.read([[], [], []])  # the newest tokens enter the caches
+    engine.prefill([[], [], []])  # the newest tokens enter the caches
     assert engine.caches[0].lengths.tolist() == [17, 6, 20]
 
 
@@ -256,30 +256,30 @@ def test_a_layer_takes_four_messages():
 
 def test_what_does_not_fit_is_refused_before_it_is_read():
     engine = engine_of(SMALL, 2, sa.striped())
-    engine.read([TEXT[0, :40], TEXT[1, :3], TEXT[2, :3]])
+    engine.prefill([TEXT[0, :40], TEXT[1, :3], TEXT[2, :3]])
     with pytest.raises(ValueError, match=r"Sequence 0 has 40 tokens; 9 more do not fit in the cache of 48 tokens\."):
-        engine.read([TEXT[0, :9], [], []])
+        engine.prefill([TEXT[0, :9], [], []])
     with pytest.raises(ValueError, match="Sequence 0 has 40 tokens; 9 more do not fit"):
-        next(engine.write(9, Sampling()))
+        next(engine.decode(9, Sampling()))
     assert engine.lengths.tolist() == [40, 3, 3]
-    assert len(list(engine.write(8, Sampling()))) == 8
+    assert len(list(engine.decode(8, Sampling()))) == 8
 
 
 def test_an_engine_is_not_used_in_two_ways_at_once():
     engine = engine_of(SMALL, 2, sa.striped())
     prompts = [TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]]
     with pytest.raises(ValueError, match="A sequence must have at least one token to decode from; sequence 0 has none"):
-        next(engine.write(1, Sampling()))
+        next(engine.decode(1, Sampling()))
     with pytest.raises(ValueError, match="An engine with a batch of 3 must read as many sequences; got 2"):
-        engine.read(prompts[:2])
+        engine.prefill(prompts[:2])
     with pytest.raises(ValueError, match="below the vocabulary of 64; sequence 1 has tokens from -5 to 3"):
-        engine.read([[1], [3, -5], [2]])
+        engine.prefill([[1], [3, -5], [2]])
     wanted = greedy(engine, prompts, 4)
     engine.clear()
-    engine.read(prompts)
-    writing = engine.write(4, Sampling())
+    engine.prefill(prompts)
+    writing = engine.decode(4, Sampling())
     assert next(writing).tokens.tolist() == wanted[:, 0].tolist()
-    engine.read([[], [1], []])
+    engine.prefill([[], [1], []])
     with pytest.raises(RuntimeError, match="were changed during generation"):
         next(writing)
 
@@ -299,7 +299,7 @@ def test_a_token_sends_partial_results_and_no_keys():
     sizes = []
     for capacity in (48, 384):
         engine = engine_of(SMALL, 4, sa.striped(2), capacity)
-        engine.read([TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]])
+        engine.prefill([TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]])
         engine.append([1, 2, 3])
         sizes.append(sum(traffic(engine.programs.text("token"), 4).values()))
     assert sizes[0] == sizes[1] > 0

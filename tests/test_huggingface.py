@@ -22,7 +22,7 @@ from striped_attention import huggingface
 from striped_attention.errors import UsageError
 from striped_attention.huggingface.config import config_json
 from striped_attention.models.llama import PRESETS, ModelConfig
-from striped_attention.models.rotary import Stretch
+from striped_attention.models.rotary import RopeScaling
 from tests.families import (
     LLAMA3,
     SHAPE,
@@ -49,8 +49,8 @@ from tests.families import (
         (dict(biases=True, head_width=24), "Qwen2"),
         (dict(head_norms=True, window=9), "Qwen3"),
         (dict(head_norms=True, window=9, full_every=2, layers=3), "Qwen3"),
-        (dict(stretch=Stretch("linear", 2.0)), "Llama"),
-        (dict(stretch=Stretch("yarn", 4.0, 256, 1.0, 8.0, amplitude=1.5), head_norms=True), "Qwen3"),
+        (dict(rope_scaling=RopeScaling("linear", 2.0)), "Llama"),
+        (dict(rope_scaling=RopeScaling("yarn", 4.0, 256, 1.0, 8.0, amplitude=1.5), head_norms=True), "Qwen3"),
     ],
 )
 def test_our_own_models_give_the_same_scores_there(changes, architecture, tmp_path):
@@ -183,7 +183,7 @@ SLIDING = dict(use_sliding_window=True, sliding_window=8)
 
 
 def yarn(length, amplitude=None):
-    return Stretch("yarn", 4.0, length, slow=1.0, fast=8.0, amplitude=amplitude)
+    return RopeScaling("yarn", 4.0, length, slow=1.0, fast=8.0, amplitude=amplitude)
 
 
 def alternating(full_every, layers):
@@ -205,14 +205,18 @@ def config_of(folder, base, **changes):
         (LLAMA, dict(rms_norm_eps=..., num_key_value_heads=...), dict(norm_epsilon=1e-6, kv_heads=4)),
         (LLAMA, dict(num_key_value_heads=None, head_dim=None), dict(kv_heads=4, head_width=None)),
         (LLAMA, dict(head_dim=20, sliding_window=8), dict(head_width=20, window=None)),
-        (LLAMA, dict(rope_theta=500_000), dict(rope_theta=500_000.0, stretch=None)),
+        (LLAMA, dict(rope_theta=500_000), dict(rope_theta=500_000.0, rope_scaling=None)),
         (LLAMA, dict(rope_theta=2, rope_parameters=dict(rope_type="default", rope_theta=3)), dict(rope_theta=3.0)),
-        (LLAMA, dict(rope_scaling=dict(type="linear", factor=2)), dict(stretch=Stretch("linear", 2.0))),
-        (LLAMA, dict(rope_scaling=LLAMA3), dict(stretch=Stretch("llama3", 4.0, 256, 1.0, 4.0))),
-        (QWEN2, dict(rope_scaling=dict(type="yarn", factor=4)), dict(stretch=Stretch("yarn", 4.0, 1024, 1.0, 32.0))),
-        (QWEN2, dict(rope_scaling=YARN | dict(attention_factor=1.5)), dict(stretch=yarn(256, 1.5))),
-        (QWEN2, dict(rope_scaling=YARN | dict(mscale=1.0, mscale_all_dim=1.0)), dict(stretch=yarn(256, 1.0))),
-        (QWEN2, dict(rope_scaling=YARN, original_max_position_embeddings=128), dict(stretch=yarn(128))),
+        (LLAMA, dict(rope_scaling=dict(type="linear", factor=2)), dict(rope_scaling=RopeScaling("linear", 2.0))),
+        (LLAMA, dict(rope_scaling=LLAMA3), dict(rope_scaling=RopeScaling("llama3", 4.0, 256, 1.0, 4.0))),
+        (
+            QWEN2,
+            dict(rope_scaling=dict(type="yarn", factor=4)),
+            dict(rope_scaling=RopeScaling("yarn", 4.0, 1024, 1.0, 32.0)),
+        ),
+        (QWEN2, dict(rope_scaling=YARN | dict(attention_factor=1.5)), dict(rope_scaling=yarn(256, 1.5))),
+        (QWEN2, dict(rope_scaling=YARN | dict(mscale=1.0, mscale_all_dim=1.0)), dict(rope_scaling=yarn(256, 1.0))),
+        (QWEN2, dict(rope_scaling=YARN, original_max_position_embeddings=128), dict(rope_scaling=yarn(128))),
         (MISTRAL, dict(), dict(window=4096)),
         (MISTRAL, dict(sliding_window=None), dict(window=None)),
         (MISTRAL, dict(num_key_value_heads=..., num_attention_heads=16), dict(kv_heads=8)),
@@ -233,12 +237,13 @@ def config_of(folder, base, **changes):
         (GEMMA3, dict(**SIX), dict(full_every=6, kv_heads=2)),
         (GEMMA3, dict(**SIX, sliding_window_pattern=4, rope_local_base_freq=5, rope_theta=6), dict(
             full_every=4, local_theta=5.0, rope_theta=6.0)),
-        (GEMMA3, dict(rope_parameters=BOTH), dict(local_theta=5.0, rope_theta=6.0, stretch=Stretch("linear", 2.0))),
+        (GEMMA3, dict(rope_parameters=BOTH), dict(
+            local_theta=5.0, rope_theta=6.0, rope_scaling=RopeScaling("linear", 2.0))),
         (GEMMA3, dict(rope_scaling=dict(rope_type="linear", factor=8.0)), dict(
-            local_theta=1e4, rope_theta=1e6, stretch=Stretch("linear", 8.0))),
+            local_theta=1e4, rope_theta=1e6, rope_scaling=RopeScaling("linear", 8.0))),
         (PHI3, dict(rms_norm_eps=...), dict(fused=True, norm_epsilon=1e-5, window=None, rotary_width=None)),
         (PHI3, dict(sliding_window=2047, partial_rotary_factor=0.75), dict(window=2047, rotary_width=12)),
-        (PHI3, dict(rope_scaling=SU, original_max_position_embeddings=64), dict(stretch=longrope(64, 8)[1])),
+        (PHI3, dict(rope_scaling=SU, original_max_position_embeddings=64), dict(rope_scaling=longrope(64, 8)[1])),
         (OLMO2, dict(rms_norm_eps=...), dict(norms="after", wide_norms=True, norm_epsilon=1e-5, head_norms=False)),
     ],
 )  # fmt: skip
@@ -284,14 +289,14 @@ def test_published_models_have_their_sizes(base, shape, parameters, tmp_path):
         (10_000.0, dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=4096, attention_factor=1.1)),
     ],
 )  # fmt: skip
-def test_stretched_frequencies_are_those_of_transformers(theta, rope, tmp_path):
+def test_scaled_frequencies_are_those_of_transformers(theta, rope, tmp_path):
     _, transformers = libraries()
     said = dict(head_dim=128, rope_scaling=rope | dict(rope_theta=theta))
-    stretch = config_of(tmp_path, LLAMA, **said).stretch
+    rope_scaling = config_of(tmp_path, LLAMA, **said).rope_scaling
     theirs = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(transformers.LlamaConfig(**SHAPE, **said))
-    ours = stretch.frequencies(theta ** -(np.arange(0, 128, 2) / 128), theta)
+    ours = rope_scaling.frequencies(theta ** -(np.arange(0, 128, 2) / 128), theta)
     np.testing.assert_allclose(ours, theirs.inv_freq.numpy(), rtol=1e-5)
-    assert stretch.scale == pytest.approx(theirs.attention_scaling, rel=1e-6)
+    assert rope_scaling.scale == pytest.approx(theirs.attention_scaling, rel=1e-6)
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -543,7 +548,7 @@ def test_a_model_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     with one_line("A model with rotary_width cannot be written"):
         attempt(dataclasses.replace(TINY, rotary_width=2))
     with one_line(r"with rope scaling linear and an amplitude \(2.0\) cannot be written"):
-        attempt(dataclasses.replace(TINY, stretch=Stretch("linear", 2.0, amplitude=2.0)))
+        attempt(dataclasses.replace(TINY, rope_scaling=RopeScaling("linear", 2.0, amplitude=2.0)))
     with one_line("The tokenizer .*none.json is not a file"):
         attempt(tokenizer=tmp_path / "none.json")
     with one_line("model.norm.weight has values beyond 65504.*Choose bfloat16 or float32"):

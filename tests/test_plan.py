@@ -33,7 +33,7 @@ LAYOUTS = {
     "zigzag": sa.zigzag(),
 }
 # The measurements involve no interconnect.
-H200 = dataclasses.replace(HARDWARE["h200"], wire=math.inf, far_wire=math.inf)
+H200 = dataclasses.replace(HARDWARE["h200"], interconnect=math.inf, far_interconnect=math.inf)
 
 
 def masks(length):
@@ -206,16 +206,16 @@ def test_a_ring_waits_for_the_busiest_neighbour_and_for_the_wire():
     """A ring of three devices waits for transfers and for the device with twice the work in the first of two steps."""
     tiles = np.array([[2, 1, 1], [1, 1, 1]])
     base = dict(tiles=tiles, block=np.array([0, 1]), part=np.ones(2), per_tile=1.0, per_step=0.0)
-    quick = Pass(**base, sent=np.array([1.0, 0.0]), wire=2.0).timeline()
+    quick = Pass(**base, sent=np.array([1.0, 0.0]), interconnect=2.0).timeline()
     np.testing.assert_array_equal(quick.begin, [[0, 2], [0, 1], [0, 1]])
     assert quick.seconds == 3
-    slow = Pass(**base, sent=np.array([3.0, 0.0]), wire=1.0, latency=0.25).timeline()
+    slow = Pass(**base, sent=np.array([3.0, 0.0]), interconnect=1.0, latency=0.25).timeline()
     np.testing.assert_array_equal(slow.begin, [[0, 3.25]] * 3)
     assert slow.seconds == 4.25
     # A late device delays its neighbours' next transfers, not those of other devices.
     tiles = np.array([[3, 1, 1, 1, 1], [1] * 5, [1] * 5])
     base |= dict(tiles=tiles, block=np.arange(3), part=np.ones(3))
-    late = Pass(**base, sent=np.array([0.5, 0.5, 0.0]), wire=1.0, latency=0.25).timeline()
+    late = Pass(**base, sent=np.array([0.5, 0.5, 0.0]), interconnect=1.0, latency=0.25).timeline()
     np.testing.assert_array_equal(late.begin[:, 2], [4, 3.75, 2, 2, 3.75])
 
 
@@ -311,7 +311,7 @@ def _mean(choice, which):
 
 
 def test_gathering_weights_takes_time_where_arithmetic_is_short():
-    slow = dataclasses.replace(HARDWARE["h100"], wire=1e9)
+    slow = dataclasses.replace(HARDWARE["h100"], interconnect=1e9)
     quick, waits = (sa.plan(8, 4096, model="7b", hardware=hardware, layouts=[]).best for hardware in ("h100", slow))
     weights = 7 / 8 * (waits.setting.model.parameters) * (2 * 2 + 4)  # twice in bf16, and their gradients in float32
     assert waits.step_seconds - 32 * waits.attention_seconds == pytest.approx(weights / 1e9, rel=0.01)
@@ -388,7 +388,14 @@ def test_a_plan_needs_no_device():
 def test_the_documentation_has_the_table_of_hardware():
     text = (RESULTS.parent.parent / "docs" / "planning.md").read_text()
     for h in HARDWARE.values():
-        figures = [h.peak / 1e12, h.memory / 1e9, h.bandwidth / 1e9, h.wire / 1e9, h.group, h.far_wire / 1e9]
+        figures = [
+            h.peak / 1e12,
+            h.memory / 1e9,
+            h.bandwidth / 1e9,
+            h.interconnect / 1e9,
+            h.group,
+            h.far_interconnect / 1e9,
+        ]
         figures += [h.latency * 1e6, h.far_latency * 1e6]
         assert f"| {h.name} | {' | '.join(f'{x:g}' for x in figures)} | {h.source} |" in text
 

@@ -48,9 +48,9 @@ def test_nodes_of_other_sizes(capsys):
     small, usual = (sa.plan(4, 65_536, devices_per_node=n) for n in (2, None))
     assert small.setting.hardware.group == 2
     assert small.best.slow_bytes > usual.best.slow_bytes == 0
-    assert small.best.workload.wire == small.setting.hardware.far_wire
+    assert small.best.workload.interconnect == small.setting.hardware.far_interconnect
     large = sa.plan(72, 72 * 8192, hardware="b200", devices_per_node=72)  # an NVLink rack
-    assert large.best.workload.wire == large.setting.hardware.wire
+    assert large.best.workload.interconnect == large.setting.hardware.interconnect
     code, _, error = run(capsys, "--devices", 4, "--length", "64k", "--devices-per-node", 0)
     assert (code, error) == (2, "striped: devices_per_node must be a whole number of at least 1; got 0.\n")
 

@@ -53,7 +53,7 @@ def test_a_plan_counts_the_messages_that_programs_send(devices, strategy):
     forward = traffic(attend.lower(q, k, k).compile().as_text(), devices)
     backward = traffic(jax.jit(lambda pull, dout: pull(dout)).lower(pull, out).compile().as_text(), devices)
     hops = messages.hops * messages.hop
-    assert forward.get("all-to-all", 0) == backward.get("all-to-all", 0) == messages.trade
+    assert forward.get("all-to-all", 0) == backward.get("all-to-all", 0) == messages.all_to_all
     assert forward.get("all-gather", 0) == backward.get("all-gather", 0) == messages.gather
     assert backward.get("reduce-scatter", 0) == messages.gather
     assert forward.get("collective-permute", 0) == hops

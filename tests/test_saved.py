@@ -18,7 +18,7 @@ from striped_attention.generation.prompts import Prompt, opening
 from striped_attention.generation.sample import Sampling
 from striped_attention.generation.saved import Saved, save
 from striped_attention.generation.text import Bytes, Tokenizer
-from striped_attention.models.rotary import Stretch
+from striped_attention.models.rotary import RopeScaling
 from tests.chat_model import oracle, text_of, write_model
 from tests.test_chat import Spy, said, terminal, user  # noqa: F401  a fixture
 from tests.test_engine import SMALL, TEXT, WINDOW, engine_of, greedy, truth
@@ -33,7 +33,7 @@ DOCUMENT, QUESTIONS = TEXT[0, :24], [TEXT[0, 24:32], TEXT[1, :1], []]
 def saved_on(tmp_path, config, devices, layout, document=DOCUMENT):
     """Save the cache of an engine's second sequence, and return its path."""
     path, engine = tmp_path / f"{devices}.cache", engine_of(config, devices, layout)
-    engine.read([TEXT[1, :3], document, TEXT[2, :1]])
+    engine.prefill([TEXT[1, :3], document, TEXT[2, :1]])
     save(engine, document, path, row=1)
     return path
 
@@ -82,7 +82,7 @@ def test_a_cache_may_be_saved_after_an_answer(tmp_path):
     with pytest.raises(ValueError, match="with all of its tokens, at least one; got 14 tokens, but sequence 0 has 15"):
         save(engine, tokens[:-1], tmp_path / "x")
     save(engine, tokens, tmp_path / "x")
-    wanted = np.stack([step.tokens for step in engine.write(5, Sampling())], axis=1)[0]
+    wanted = np.stack([step.tokens for step in engine.decode(5, Sampling())], axis=1)[0]
     other = engine_of(SMALL, 2, sa.striped())
     Saved(tmp_path / "x", other.config, "float32").load(other)
     assert greedy(other, [[]] * 3, 5).tolist() == [wanted.tolist()] * 3
@@ -175,7 +175,7 @@ def test_another_model_dtype_or_window_is_named(tmp_path):
 
 def test_factors_of_longrope_that_hold_for_another_length_are_said(tmp_path):
     factors = dict(short=tuple([1.0] * 8), long=tuple([2.0] * 8))
-    config = dataclasses.replace(WINDOW, window=None, stretch=Stretch("longrope", 4.0, 16, **factors))
+    config = dataclasses.replace(WINDOW, window=None, rope_scaling=RopeScaling("longrope", 4.0, 16, **factors))
     path = saved_on(tmp_path, config, 1, sa.contiguous())
     Saved(path, config.at_length(48), "float32")
     with pytest.raises(UsageError, match="was saved with a capacity for which longrope uses other"):
@@ -212,7 +212,7 @@ def test_a_prompt_that_does_not_begin_with_the_cache_says_where_it_differs(tmp_p
 
 def test_nothing_is_left_of_a_cache_that_could_not_be_written(tmp_path, monkeypatch):
     engine = engine_of(SMALL, 2, sa.striped())
-    engine.read([TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]])
+    engine.prefill([TEXT[0, :5], TEXT[1, :3], TEXT[2, :8]])
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 100))
     with pytest.raises(UsageError, match=r"it needs 0\.0 MB and the disk has 0\.0 MB left\. No file was left"):
         save(engine, TEXT[0, :5], tmp_path / "x")

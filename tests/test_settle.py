@@ -228,8 +228,8 @@ def test_costs_are_sums_over_the_layers_of_both_kinds():
         for run in runs
     )
     for what in ("keys and values, forward", "keys and values, backward", "gradients of keys and values"):
-        assert 0 < window.wire[what] < full.wire[what]
-        assert 4 * both.wire[what] == 3 * window.wire[what] + full.wire[what]
+        assert 0 < window.sent[what] < full.sent[what]
+        assert 4 * both.sent[what] == 3 * window.sent[what] + full.sent[what]
     assert 4 * both.attention_flops == 3 * window.attention_flops + full.attention_flops
     assert window.attention_flops < full.attention_flops / 6
     assert both.hops == full.hops

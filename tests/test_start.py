@@ -21,7 +21,7 @@ from striped_attention.errors import UsageError
 from striped_attention.generation.weights import import_model
 from striped_attention.huggingface.config import config_json
 from striped_attention.models.llama import ModelConfig
-from striped_attention.models.rotary import Stretch
+from striped_attention.models.rotary import RopeScaling
 from striped_attention.models.stages import AXES
 from striped_attention.runtime.mesh import make_mesh
 from striped_attention.training import arrays, start, trainer
@@ -244,40 +244,46 @@ def one_line(message):
     assert "\n" not in str(caught.value)
 
 
-YARN, LLAMA3 = Stretch("yarn", 4.0, 64, 1.0, 32.0), Stretch("llama3", 4.0, 64, 1.0, 4.0)
+YARN, LLAMA3 = RopeScaling("yarn", 4.0, 64, 1.0, 32.0), RopeScaling("llama3", 4.0, 64, 1.0, 4.0)
 
 
 @pytest.mark.parametrize(
-    ("before", "options", "theta", "stretch", "positions"),
+    ("before", "options", "theta", "rope_scaling", "positions"),
     [
         (None, dict(), 1e4, None, 64),
         (None, dict(rope_theta=5e5), 5e5, None, 64),
-        (None, dict(rope_scaling="linear:4"), 1e4, Stretch("linear", 4.0, 64), 256),
+        (None, dict(rope_scaling="linear:4"), 1e4, RopeScaling("linear", 4.0, 64), 256),
         (None, dict(rope_scaling="yarn:4", rope_theta=5e5), 5e5, YARN, 256),
         (None, dict(rope_scaling="yarn:factor=4,original=64"), 1e4, YARN, 256),
         (
             None,
             dict(rope_scaling="yarn:2,original=1k,beta_fast=16,attention_factor=1.5"),
             1e4,
-            Stretch("yarn", 2.0, 1024, 1.0, 16.0, 1.5),
+            RopeScaling("yarn", 2.0, 1024, 1.0, 16.0, 1.5),
             2048,
         ),
         (None, dict(rope_scaling="llama3:4"), 1e4, LLAMA3, 256),
-        (None, dict(rope_scaling="llama3:4,high=8,low=2"), 1e4, Stretch("llama3", 4.0, 64, 2.0, 8.0), 256),
-        (Stretch("yarn", 2.0, 32, 1.0, 32.0), dict(), 1e4, Stretch("yarn", 2.0, 32, 1.0, 32.0), 64),
-        (Stretch("yarn", 4.0, 64, 1.0, 32.0), dict(), 1e4, YARN, 256),  # max_position_embeddings of the file is 64
-        (Stretch("llama3", 2.0, 16), dict(rope_scaling="yarn:8"), 1e4, Stretch("yarn", 8.0, 16, 1.0, 32.0), 128),
-        (Stretch("llama3", 2.0, 16), dict(rope_scaling="none"), 1e4, None, 16),
-        (Stretch("linear", 2.0), dict(rope_scaling="linear:8"), 1e4, Stretch("linear", 8.0), 256),
-        (Stretch("linear", 2.0), dict(rope_scaling="none"), 1e4, None, 64),
+        (None, dict(rope_scaling="llama3:4,high=8,low=2"), 1e4, RopeScaling("llama3", 4.0, 64, 2.0, 8.0), 256),
+        (RopeScaling("yarn", 2.0, 32, 1.0, 32.0), dict(), 1e4, RopeScaling("yarn", 2.0, 32, 1.0, 32.0), 64),
+        (RopeScaling("yarn", 4.0, 64, 1.0, 32.0), dict(), 1e4, YARN, 256),  # max_position_embeddings of the file is 64
+        (
+            RopeScaling("llama3", 2.0, 16),
+            dict(rope_scaling="yarn:8"),
+            1e4,
+            RopeScaling("yarn", 8.0, 16, 1.0, 32.0),
+            128,
+        ),
+        (RopeScaling("llama3", 2.0, 16), dict(rope_scaling="none"), 1e4, None, 16),
+        (RopeScaling("linear", 2.0), dict(rope_scaling="linear:8"), 1e4, RopeScaling("linear", 8.0), 256),
+        (RopeScaling("linear", 2.0), dict(rope_scaling="none"), 1e4, None, 64),
     ],
 )
-def test_rope_options_change_the_model(before, options, theta, stretch, positions, tokens, tmp_path):
-    folder = rewritten(tmp_path / "hub", stretch=before)
+def test_rope_options_change_the_model(before, options, theta, rope_scaling, positions, tokens, tmp_path):
+    folder = rewritten(tmp_path / "hub", rope_scaling=before)
     begin = start.look(config(tokens, start_from=folder, dry_run=True, **options))
     model = begin.config.model
-    assert (model.rope_theta, model.stretch, begin.positions) == (theta, stretch, positions)
-    assert dataclasses.replace(model, stretch=before, rope_theta=1e4) == huggingface.read_config(folder)
+    assert (model.rope_theta, model.rope_scaling, begin.positions) == (theta, rope_scaling, positions)
+    assert dataclasses.replace(model, rope_scaling=before, rope_theta=1e4) == huggingface.read_config(folder)
 
 
 def rewritten(folder, length=64, **changes):
@@ -380,15 +386,17 @@ def test_the_rotary_positions_of_gemma_and_phi_are_said(tokens, tmp_path):
     begin = start.look(config(tokens, start_from=folder, dry_run=True, rope_theta=2e6, rope_scaling="linear:2"))
     assert "rope theta 2,000,000 (10,000 in layers with a window), rope scaling linear × 2" in begin.lines[0]
     assert begin.config.model.layer(0).rope_theta == 1e4
-    assert begin.config.model.layer(0).stretch is None
+    assert begin.config.model.layer(0).rope_scaling is None
     assert begin.config.model.layer(1).rope_theta == 2e6
-    assert begin.config.model.layer(1).stretch == Stretch("linear", 2.0, 64)
+    assert begin.config.model.layer(1).rope_scaling == RopeScaling("linear", 2.0, 64)
     factors = dict(short=(1.0, 2.0, 3.0, 4.0), long=(5.0, 6.0, 7.0, 8.0))
-    folder = rewritten(tmp_path / "phi", length=640, fused=True, stretch=Stretch("longrope", 10.0, 64, **factors))
+    folder = rewritten(
+        tmp_path / "phi", length=640, fused=True, rope_scaling=RopeScaling("longrope", 10.0, 64, **factors)
+    )
     for length, which in ((64, "short"), (65, "long")):
         begin = start.look(config(tokens, start_from=folder, dry_run=True, sequence_length=length))
         assert begin.lines[0].endswith(f"rope scaling longrope × 10 of 64 positions, {which} factors")
-        assert begin.config.model.at_length(length).stretch.short == factors[which]
+        assert begin.config.model.at_length(length).rope_scaling.short == factors[which]
     with one_line("--rope-scaling yarn:4: Phi model files support only their own scaling"):
         start.look(config(tokens, start_from=folder, dry_run=True, rope_scaling="yarn:4"))
 
@@ -396,7 +404,7 @@ def test_the_rotary_positions_of_gemma_and_phi_are_said(tokens, tmp_path):
 def test_models_from_scratch_take_rope_options_too(tokens):
     scratch = config(tokens, rope_theta=2e4, rope_scaling="yarn:8,original=8k")
     assert scratch.model.rope_theta == 2e4
-    assert scratch.model.stretch == Stretch("yarn", 8.0, 8192, 1.0, 32.0)
+    assert scratch.model.rope_scaling == RopeScaling("yarn", 8.0, 8192, 1.0, 32.0)
     assert start.look(scratch).positions == 65_536
     with one_line("Add it, like llama3:8,original=8192."):
         config(tokens, rope_scaling="llama3:8").model  # noqa: B018

@@ -114,9 +114,9 @@ def test_what_is_sent():
     assert both.keys() == {"all-gather", "reduce-scatter"}
     assert 1.5 * keys <= both["all-gather"] <= 2 * keys
     assert both["reduce-scatter"] == keys
-    trade = tokens * dim * (2 * heads + 2 * kv_heads) * (devices - 1) / devices
-    assert messages("heads", *sizes) == {"all-to-all": trade}
-    assert messages("heads", *sizes, gradients=True) == {"all-to-all": 2 * trade}
+    all_to_all = tokens * dim * (2 * heads + 2 * kv_heads) * (devices - 1) / devices
+    assert messages("heads", *sizes) == {"all-to-all": all_to_all}
+    assert messages("heads", *sizes, gradients=True) == {"all-to-all": 2 * all_to_all}
 
 
 @pytest.mark.parametrize(

@@ -74,9 +74,9 @@ def test_heads_that_not_all_devices_can_share_go_with_gathered_keys(devices, hea
 def test_trades_between_nodes_are_slow_for_the_part_that_leaves_them():
     """With 16 devices on two nodes, 8 of the 15 others are far. A pass has two exchanges, each with a latency."""
     (found,) = (one for one in sa.plan(16, 65_536, strategies=["heads"]).strategies if one.strategy.heads == 16)
-    sent, hardware = found.workload.messages.trade, HARDWARE["h100"]
+    sent, hardware = found.workload.messages.all_to_all, HARDWARE["h100"]
     forward, _ = passes(found.workload, found.chosen, found.tiles, found.needed)
-    assert forward.exposed == pytest.approx(sent * 8 / 15 / hardware.far_wire + 2 * hardware.far_latency)
+    assert forward.exposed == pytest.approx(sent * 8 / 15 / hardware.far_interconnect + 2 * hardware.far_latency)
 
 
 def test_messages_have_the_latency_of_their_links():
@@ -105,10 +105,10 @@ def test_gathered_shards_enter_a_node_once_by_all_of_its_interfaces():
     for name, near in (("gather=16", 8), ("heads=8,gather=2", 1)):
         workload = found[name]
         assert workload.messages.slow(8)[0] == workload.messages.gather // near
-        assert workload.gather_wire == hardware.far_wire * near
-    assert found["gather=8"].gather_wire == hardware.wire
-    few = dataclasses.replace(hardware, wire=1e9)
-    assert few.gather_wire(16) == few.wire, "limited by the interconnect within a node"
+        assert workload.gather_bandwidth == hardware.far_interconnect * near
+    assert found["gather=8"].gather_bandwidth == hardware.interconnect
+    few = dataclasses.replace(hardware, interconnect=1e9)
+    assert few.gather_bandwidth(16) == few.interconnect, "limited by the interconnect within a node"
 
 
 def test_weights_are_gathered_by_all_interfaces_of_a_node():
@@ -116,7 +116,7 @@ def test_weights_are_gathered_by_all_interfaces_of_a_node():
     found = sa.plan(64, 65_536, layouts=[], strategies=["ring"]).best
     weights = 63 / 64 * 8 * found.setting.model.parameters
     layers = found.setting.model.layers * found.attention_seconds
-    assert found.step_seconds - layers == pytest.approx(weights / (8 * HARDWARE["h100"].far_wire), rel=0.01)
+    assert found.step_seconds - layers == pytest.approx(weights / (8 * HARDWARE["h100"].far_interconnect), rel=0.01)
 
 
 def test_auto_takes_what_fits(monkeypatch, caplog):

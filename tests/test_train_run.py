@@ -686,9 +686,9 @@ def test_hop_bytes_count_key_heads_in_the_compute_dtype():
         {"data": 1, "sequence": 8},
     )
     assert cost.hop_bytes == 2 * 16_384 * 8 * 128 * 2, "k and v, 8 heads of 128, bfloat16"
-    assert cost.wire["keys and values, forward"] == 32 * 7 * cost.hop_bytes
-    assert cost.wire["keys and values, backward"] == cost.wire["keys and values, forward"]
-    assert cost.wire["gradients of keys and values"] == 2 * cost.wire["keys and values, forward"], "in float32"
+    assert cost.sent["keys and values, forward"] == 32 * 7 * cost.hop_bytes
+    assert cost.sent["keys and values, backward"] == cost.sent["keys and values, forward"]
+    assert cost.sent["gradients of keys and values"] == 2 * cost.sent["keys and values, forward"], "in float32"
 
 
 def test_the_dry_run_keeps_less_for_a_kernel_that_needs_less():

@@ -159,7 +159,7 @@ def show(found: Plan, config: PlanConfig) -> list[Any]:
         _pictures(found, "computing █ or idle · over time →, forward", _bars),
         f"With {best.layout!r} the busiest device computes {most:,.2f} TFLOP per layer of attention, forward and "
         f"backward. A hop transfers {gigabytes(best.workload.messages.hop)} of keys and values at "
-        f"{best.workload.wire / 1e9:g} GB/s.",
+        f"{best.workload.interconnect / 1e9:g} GB/s.",
         _fit(found.fastest),
         *_assumptions(found),
     ]

@@ -1,7 +1,7 @@
 """Engine: a model with a KV cache. It prefills sequences, any number of tokens at a time, and decodes the next tokens.
 
-    read      prefill: write tokens of a prompt, or of a further chunk of it, to the cache
-    write     decode: generate the next tokens, sampled on the devices, a block at a time
+    prefill   write tokens of a prompt, or of a further chunk of it, to the cache
+    decode    generate the next tokens, sampled on the devices, a block at a time
 
 The devices run ahead of the host: while the host looks at the tokens of one block, they compute the next. If the host
 does not want that block, it shortens the sequences again: entries past a sequence's end are masked and overwritten
@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from striped_attention.generation.fused import fingerprint
 from striped_attention.generation.programs import EVERYWHERE, Options, Programs, State
 from striped_attention.generation.room import coarse
-from striped_attention.generation.sample import NOBODY, Logprobs, Sampling, Step
+from striped_attention.generation.sample import NO_TOKEN, Logprobs, Sampling, Step
 from striped_attention.inference.cache import KVCache
 from striped_attention.models.llama import ModelConfig, Weights
 from striped_attention.models.stages import AXES
@@ -105,14 +105,14 @@ class Engine:
                     f"{self.options.capacity} tokens. Nothing was read. Increase the capacity, or shorten the sequence."
                 )
 
-    def read(self, sequences: Sequence[Numbers] | np.ndarray, say: Callable[[int, int], None] | None = None) -> None:
+    def prefill(self, sequences: Sequence[Numbers] | np.ndarray, say: Callable[[int, int], None] | None = None) -> None:
         """Prefill further tokens of every sequence (possibly none). Call `say(done, total)` after each chunk."""
         self._check_sequences(sequences)
         self._take_back()
         waiting = [np.array([*had, *more], np.int32) for had, more in zip(self._waiting, sequences, strict=True)]
         longest = max(map(len, waiting))
         for first in range(0, longest, self.options.chunk):
-            self._read_chunk([tokens[first : first + self.options.chunk] for tokens in waiting])
+            self._prefill_chunk([tokens[first : first + self.options.chunk] for tokens in waiting])
             if say is not None:
                 jax.block_until_ready(self.scores)
                 say(min(first + self.options.chunk, longest), longest)
@@ -132,7 +132,7 @@ class Engine:
                     f"has tokens from {min(tokens)} to {max(tokens)}."
                 )
 
-    def _read_chunk(self, parts: list[np.ndarray]) -> None:
+    def _prefill_chunk(self, parts: list[np.ndarray]) -> None:
         layout, longest = self.options.layout, max(map(len, parts))
         width = min(self.options.chunk, coarse(longest))  # one of few sizes, since each one is compiled
         new = layout.padded_length(max(width, self.devices), self.devices)
@@ -143,7 +143,7 @@ class Engine:
         placed = self._place(layout.permute(tokens, self.devices, 1), AXES.tokens)
         self._state = self.programs.prefill(self.weights, self._state, placed, counts)
 
-    def write(
+    def decode(
         self,
         steps: int,
         sampling: Sampling,
@@ -154,7 +154,7 @@ class Engine:
     ) -> Iterator[Step]:
         """Generate: yield one Step, a token per sequence, `steps` times or until each sequence has a token of `stop`.
 
-        The token is NOBODY for a sequence that has ended or is not `active`. `rows` number the sequences: samples
+        The token is NO_TOKEN for a sequence that has ended or is not `active`. `rows` number the sequences: samples
         depend on the number. With `logprobs`, steps have log probabilities of their tokens and of the `logprobs` most
         likely ones.
         """
@@ -167,12 +167,12 @@ class Engine:
         self.check_room(steps * active)
         self._take_back()
         if any(self._waiting):
-            self.read([[]] * batch)
+            self.prefill([[]] * batch)
         turn, self._ended = self._turn, ~active
         blocks = self._blocks(steps, sampling, tuple(stop), rows, active, logprobs)
         for tokens, likely in blocks:
-            tokens = np.where(self._ended, NOBODY, tokens)
-            alive = tokens != NOBODY
+            tokens = np.where(self._ended, NO_TOKEN, tokens)
+            alive = tokens != NO_TOKEN
             if not alive.any():
                 return
             self.lengths += alive
@@ -225,7 +225,7 @@ class Engine:
         self.check_room(active)
         self._take_back()
         if any(self._waiting):
-            self.read([[]] * self.options.batch)
+            self.prefill([[]] * self.options.batch)
         placed = self._place(np.asarray(tokens, np.int32))
         self._state = self.programs.feed(self.weights, self._state, placed, self._place(active))
         self.lengths += active

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from striped_attention.core.layout import Layout
 from striped_attention.generation.fused import fused_shapes
-from striped_attention.generation.sample import NOBODY, Sampling, choose, logprobs
+from striped_attention.generation.sample import NO_TOKEN, Sampling, choose, logprobs
 from striped_attention.inference.attention import decode_attention, prefill_attention_shard
 from striped_attention.inference.cache import KVCache
 from striped_attention.models.llama import (
@@ -340,9 +340,9 @@ def _sample(
     active: Any,
     left: Any,
 ) -> tuple[Newest, Any]:
-    """Sample the next tokens of active sequences, NOBODY for others, with log probabilities if `top` is given."""
+    """Sample the next tokens of active sequences, NO_TOKEN for others, with log probabilities if `top` is given."""
     tokens = choose(sampling, scores, rows, lengths)
     likely = None if top is None else logprobs(scores, tokens, top)
     left = left - active.astype(jnp.int32)
     ends = functools.reduce(jnp.logical_or, [tokens == token for token in stop], left <= 0)
-    return Newest(tokens, active & ~ends, left), (jnp.where(active, tokens, NOBODY), likely)
+    return Newest(tokens, active & ~ends, left), (jnp.where(active, tokens, NO_TOKEN), likely)

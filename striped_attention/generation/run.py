@@ -20,7 +20,7 @@ import rich.progress
 
 from striped_attention.generation.engine import Engine
 from striped_attention.generation.prompts import Prompt
-from striped_attention.generation.sample import NOBODY, Step
+from striped_attention.generation.sample import NO_TOKEN, Step
 from striped_attention.generation.saved import Saved, save
 from striped_attention.generation.settings import Settings
 from striped_attention.generation.stops import StopStrings
@@ -58,7 +58,7 @@ class Answer:
     def add(self, step: Step, row: int) -> str:
         """Add this sequence's token of a step. Return the text that can be shown."""
         token = int(step.tokens[row])
-        if self.finish is not None or token == NOBODY:
+        if self.finish is not None or token == NO_TOKEN:
             return ""
         self.tokens.append(token)
         if step.logprobs is not None:
@@ -149,7 +149,7 @@ class Run:
         """Prefill tokens. Rows of the engine without a prompt get one token that is ignored."""
         missing = self.engine.options.batch - len(tokens)
         with self._clock() as clock, progress(self.console, "prefill", "tokens") as say:
-            self.engine.read([*tokens, *[tokens[0][:1]] * missing], say)
+            self.engine.prefill([*tokens, *[tokens[0][:1]] * missing], say)
         self.prefilled += sum(map(len, tokens))
         self.prefill_seconds += clock["seconds"]
 
@@ -163,7 +163,7 @@ class Run:
         say = say or (lambda piece: None)
         with self._clock() as clock:
             ends = self.ends.all_tokens
-            for step in self.engine.write(most, self.settings.sampling, ends, rows, active, self.alternatives):
+            for step in self.engine.decode(most, self.settings.sampling, ends, rows, active, self.alternatives):
                 self.steps += 1
                 self.first_token = self.first_token or time.perf_counter() - self.begun
                 pieces = [answer.add(step, row) for row, answer in enumerate(answers)]

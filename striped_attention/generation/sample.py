@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-NOBODY = -1  # in place of a token, for a sequence that has ended
+NO_TOKEN = -1  # in place of a token, for a sequence that has ended
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Logprobs:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One decoding step: `tokens` [batch], NOBODY for sequences that have ended."""
+    """One decoding step: `tokens` [batch], NO_TOKEN for sequences that have ended."""
 
     tokens: np.ndarray
     logprobs: Logprobs | None = None

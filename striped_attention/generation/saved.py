@@ -51,7 +51,7 @@ def save(engine: Engine, tokens: Numbers, path: pathlib.Path, row: int = 0, say:
 
     The first process writes the file; all processes must call this.
     """
-    engine.read([[]] * engine.options.batch)  # writes generated tokens to the caches
+    engine.prefill([[]] * engine.options.batch)  # writes generated tokens to the caches
     tokens = np.asarray(tokens, np.int32)
     if not 0 < len(tokens) == engine.lengths[row]:
         raise ValueError(
@@ -154,7 +154,7 @@ class Saved:
     def _check_model(self, said: dict[str, str], config: ModelConfig, dtype: str) -> None:
         there, here = json.loads(said["model"]), _json(config)
         names = [name for name in {**here, **there} if there.get(name) != here.get(name)]
-        if names == ["stretch"] and config.stretch is not None and config.stretch.kind == "longrope":
+        if names == ["rope_scaling"] and config.rope_scaling is not None and config.rope_scaling.kind == "longrope":
             raise UsageError(
                 f"The cache {self.path} was saved with a capacity for which longrope uses other factors. Save it "
                 f"again, with a --capacity that is large enough for both runs."

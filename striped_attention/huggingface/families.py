@@ -73,24 +73,28 @@ FAMILIES = {
 _SPECIAL = {
     field.name: field.default
     for field in dataclasses.fields(ModelConfig)
-    if field.name not in ("rope_theta", "norm_epsilon", "head_width", "tied", "stretch")
+    if field.name not in ("rope_theta", "norm_epsilon", "head_width", "tied", "rope_scaling")
     and field.default is not dataclasses.MISSING
 }
 
 
 def kind_of(config: ModelConfig) -> str:
     """Return the first family that can express a model."""
-    stretch = config.stretch
-    if stretch is not None and stretch.kind in ("linear", "llama3") and stretch.amplitude not in (None, 1):
+    rope_scaling = config.rope_scaling
+    if (
+        rope_scaling is not None
+        and rope_scaling.kind in ("linear", "llama3")
+        and rope_scaling.amplitude not in (None, 1)
+    ):
         raise UsageError(
-            f"A model with rope scaling {stretch.kind} and an amplitude ({stretch.amplitude}) cannot be written: in "
-            f"Hugging Face's families only yarn and longrope have an amplitude."
+            f"A model with rope scaling {rope_scaling.kind} and an amplitude ({rope_scaling.amplitude}) cannot be "
+            f"written: in Hugging Face's families only yarn and longrope have an amplitude."
         )
     for kind, family in FAMILIES.items():
         if _computes(kind, family, config):
             return kind
     special = [name for name, usual in _SPECIAL.items() if getattr(config, name) != usual]
-    special += [] if stretch is None else [f"rope scaling {stretch.kind}"]
+    special += [] if rope_scaling is None else [f"rope scaling {rope_scaling.kind}"]
     raise UsageError(f"A model with {', '.join(special)} cannot be written: no Hugging Face family has all of it.")
 
 
@@ -100,7 +104,7 @@ def _computes(kind: str, family: Family, config: ModelConfig) -> bool:
         name in family.may or getattr(config, name) == family.always.get(name, usual)
         for name, usual in _SPECIAL.items()
     )
-    if config.stretch is not None and (config.stretch.kind == "longrope") != (kind == "phi3"):
+    if config.rope_scaling is not None and (config.rope_scaling.kind == "longrope") != (kind == "phi3"):
         return False
     if kind == "gemma3_text" and (config.window is None) != (config.local_theta is None):
         return False

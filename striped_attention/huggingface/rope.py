@@ -10,7 +10,7 @@ from typing import Any
 from striped_attention.huggingface.families import FAMILIES
 from striped_attention.huggingface.said import Said
 from striped_attention.models.llama import ModelConfig
-from striped_attention.models.rotary import STRETCHES, Stretch
+from striped_attention.models.rotary import ROPE_SCALINGS, RopeScaling
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 ORIGINAL = "original_max_position_embeddings"
@@ -37,7 +37,7 @@ def read_rope(said: Said, kind: str, head_dim: int) -> dict[str, Any]:
             each.refuse(f"has a partial_rotary_factor of {share:g}, which is supported for phi3 alone.")
         if share != 1:
             fields["rotary_width"] = int(head_dim * share)
-    return fields | {"stretch": _stretch(said, part, kind, fields.get("rotary_width", head_dim) // 2)}
+    return fields | {"rope_scaling": _rope_scaling(said, part, kind, fields.get("rotary_width", head_dim) // 2)}
 
 
 def _local_theta(said: Said, rope: dict[str, Any]) -> float:
@@ -49,7 +49,7 @@ def _local_theta(said: Said, rope: dict[str, Any]) -> float:
     return part.number("rope_theta", said.number("rope_local_base_freq", usual))
 
 
-def _stretch(said: Said, part: Said, kind: str, pairs: int) -> Stretch | None:
+def _rope_scaling(said: Said, part: Said, kind: str, pairs: int) -> RopeScaling | None:
     """Return the rope scaling of a head with `pairs` frequencies, None if there is none."""
     rope = part.values
     name = rope.get("rope_type", rope.get("type", "default"))
@@ -57,12 +57,12 @@ def _stretch(said: Said, part: Said, kind: str, pairs: int) -> Stretch | None:
         return None
     if kind == "phi3" and name in _LONGROPE:
         return _longrope(said, part, pairs)
-    known = ("longrope",) if kind == "phi3" else [each for each in STRETCHES if each != "longrope"]
+    known = ("longrope",) if kind == "phi3" else [each for each in ROPE_SCALINGS if each != "longrope"]
     if name not in known:
         said.refuse(f"has rope scaling of type {name!r}. Supported are default, {', '.join(known)}.")
     factor = part.number("factor")
     if name == "linear":
-        return Stretch(name, factor)
+        return RopeScaling(name, factor)
     length = _original_length(said, part)
     if name == "llama3":
         slow, fast, amplitude = part.number("low_freq_factor"), part.number("high_freq_factor"), None
@@ -72,7 +72,7 @@ def _stretch(said: Said, part: Said, kind: str, pairs: int) -> Stretch | None:
             part.refuse(f"must round the ends of yarn's ramp (truncate true); got {rope['truncate']!r}.")
     if not slow < fast:
         part.refuse(f"must have the slow end of its ramp below the fast end; got {slow} and {fast}.")
-    return Stretch(name, factor, length, slow, fast, amplitude)
+    return RopeScaling(name, factor, length, slow, fast, amplitude)
 
 
 def _original_length(said: Said, part: Said) -> int:
@@ -80,7 +80,7 @@ def _original_length(said: Said, part: Said) -> int:
     return said.whole("max_position_embeddings") if source is None else source.whole(ORIGINAL)
 
 
-def _longrope(said: Said, part: Said, pairs: int) -> Stretch:
+def _longrope(said: Said, part: Said, pairs: int) -> RopeScaling:
     """Return Phi's rope scaling: two lists of factors. The factor defaults to the ratio of the two lengths."""
     length = said.whole(ORIGINAL, 4096 if part.values.get(ORIGINAL) is None else part.whole(ORIGINAL))
     factor = part.number("factor", said.whole("max_position_embeddings") / length)
@@ -92,7 +92,7 @@ def _longrope(said: Said, part: Said, pairs: int) -> Stretch:
             part.refuse(f"must give {pairs} factors as {name}, one per pair; got {size}.")
         lists.append(tuple(Said(part.where, {name: each}).number(name) for each in found))
     amplitude = None if part.values.get("attention_factor") is None else part.number("attention_factor")
-    return Stretch("longrope", factor, length, amplitude=amplitude, short=lists[0], long=lists[1])
+    return RopeScaling("longrope", factor, length, amplitude=amplitude, short=lists[0], long=lists[1])
 
 
 def _amplitude(part: Said, factor: float) -> float | None:
@@ -107,33 +107,39 @@ def _amplitude(part: Said, factor: float) -> float | None:
 
 def rope_json(config: ModelConfig) -> dict[str, Any]:
     """Return the rope settings for config.json: the inverse of `read_rope`."""
-    stretch = config.stretch
-    said: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": _scaling(stretch)}
+    rope_scaling = config.rope_scaling
+    said: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_scaling": _scaling(rope_scaling)}
     if config.local_theta is not None:
         said["rope_local_base_freq"] = config.local_theta
     if config.rotary_width is not None:
         share = config.rotary_width / config.head_dim
         exact = int(config.head_dim * share) == config.rotary_width  # readers truncate, and 26 / 45 · 45 < 26
         said["partial_rotary_factor"] = share if exact else math.nextafter(share, 1)
-    if stretch is not None and stretch.kind in ("yarn", "longrope"):
+    if rope_scaling is not None and rope_scaling.kind in ("yarn", "longrope"):
         # transformers 4 uses the ratio of the two lengths as the factor; for longrope all versions do.
-        said["max_position_embeddings"] = round(stretch.factor * (stretch.original_length or 0))
-    if stretch is not None and stretch.kind == "longrope":
-        said[ORIGINAL] = stretch.original_length
+        said["max_position_embeddings"] = round(rope_scaling.factor * (rope_scaling.original_length or 0))
+    if rope_scaling is not None and rope_scaling.kind == "longrope":
+        said[ORIGINAL] = rope_scaling.original_length
     return said
 
 
-def _scaling(stretch: Stretch | None) -> dict[str, Any] | None:
-    if stretch is None:
+def _scaling(rope_scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if rope_scaling is None:
         return None
-    if stretch.kind == "longrope":  # transformers 4 accepts exactly three keys here
-        said: dict[str, Any] = {"type": stretch.kind, "short_factor": stretch.short, "long_factor": stretch.long}
-        return said if stretch.amplitude is None else said | {"attention_factor": stretch.amplitude}
-    said = {"rope_type": stretch.kind, "factor": stretch.factor}
-    if stretch.kind == "linear":
+    if rope_scaling.kind == "longrope":  # transformers 4 accepts exactly three keys here
+        said: dict[str, Any] = {
+            "type": rope_scaling.kind,
+            "short_factor": rope_scaling.short,
+            "long_factor": rope_scaling.long,
+        }
+        return said if rope_scaling.amplitude is None else said | {"attention_factor": rope_scaling.amplitude}
+    said = {"rope_type": rope_scaling.kind, "factor": rope_scaling.factor}
+    if rope_scaling.kind == "linear":
         return said
-    slow, fast = ("low_freq_factor", "high_freq_factor") if stretch.kind == "llama3" else ("beta_slow", "beta_fast")
-    said |= {ORIGINAL: stretch.original_length, slow: stretch.slow, fast: stretch.fast}
-    if stretch.kind == "yarn" and stretch.amplitude is not None:
-        said["attention_factor"] = stretch.amplitude
+    slow, fast = (
+        ("low_freq_factor", "high_freq_factor") if rope_scaling.kind == "llama3" else ("beta_slow", "beta_fast")
+    )
+    said |= {ORIGINAL: rope_scaling.original_length, slow: rope_scaling.slow, fast: rope_scaling.fast}
+    if rope_scaling.kind == "yarn" and rope_scaling.amplitude is not None:
+        said["attention_factor"] = rope_scaling.amplitude
     return said

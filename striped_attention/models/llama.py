@@ -35,7 +35,7 @@ from jaxtyping import Array, Float, Int
 from striped_attention.attention import attention_shard
 from striped_attention.core.layout import Layout
 from striped_attention.core.mask import Mask, causal, sliding_window
-from striped_attention.models.rotary import Stretch, rotary, rotate
+from striped_attention.models.rotary import RopeScaling, rotary, rotate
 from striped_attention.models.stages import AXES, stage, stage_sum
 from striped_attention.strategies.ring import SAVED
 from striped_attention.strategies.strategy import AUTO, Strategy
@@ -68,7 +68,8 @@ class ModelConfig:
     * `softcap` for attention scores and `score_softcap` for logits (Gemma 2): s becomes cap · tanh(s / cap).
     * `attention_width`: attention scores are divided by its square root instead of that of the head width (Gemma).
     * `scaled_embedding`: embeddings are multiplied by √dim (Gemma).
-    * `stretch`: rope scaling. `local_theta`: the theta of layers with a window, which are then not scaled (Gemma 3).
+    * `rope_scaling`: for longer sequences. `local_theta`: the theta of layers with a window, which are then not scaled
+      (Gemma 3).
       `rotary_width`: only the first `rotary_width` elements of each head are rotated (Phi-4-mini).
     * `fused`: Hugging Face's files store query, key and value as one matrix, gate and up as another (Phi). The
       computation is the same.
@@ -87,7 +88,7 @@ class ModelConfig:
     biases: bool = False
     head_norms: bool = False
     tied: bool = False
-    stretch: Stretch | None = None
+    rope_scaling: RopeScaling | None = None
     full_every: int | None = None
     wide_norms: bool = False
     norms: str = "before"
@@ -162,7 +163,7 @@ class ModelConfig:
             return self
         changes: dict[str, Any] = {"full_every": None, "local_theta": None}
         if self.local_theta is not None:
-            changes |= {"rope_theta": self.local_theta, "stretch": None}
+            changes |= {"rope_theta": self.local_theta, "rope_scaling": None}
         return dataclasses.replace(self, **changes)
 
     @property
@@ -173,15 +174,15 @@ class ModelConfig:
 
     def at_length(self, length: int) -> "ModelConfig":
         """Return the model for sequences of up to `length` tokens, which determines longrope's factors."""
-        if self.stretch is None:
+        if self.rope_scaling is None:
             return self
-        return dataclasses.replace(self, stretch=self.stretch.at_length(length))
+        return dataclasses.replace(self, rope_scaling=self.rope_scaling.at_length(length))
 
     @classmethod
     def from_json(cls, said: dict[str, Any]) -> "ModelConfig":
         """The inverse of `dataclasses.asdict`; fields that an older version did not have take their defaults."""
-        stretch = said.get("stretch")
-        return cls(**{**said, "stretch": None if stretch is None else Stretch.from_json(stretch)})
+        rope_scaling = said.get("rope_scaling")
+        return cls(**{**said, "rope_scaling": None if rope_scaling is None else RopeScaling.from_json(rope_scaling)})
 
     @property
     def shapes(self) -> Weights:
@@ -453,7 +454,7 @@ def before(
     if config.wide_norms:
         flat = lambda x: x.reshape(*x.shape[:2], -1)  # noqa: E731
         q, k = (_norm(config, flat(x), weights[f"{n}_norm"]).reshape(x.shape) for x, n in ((q, "query"), (k, "key")))
-    cos, sin = rotary(positions, config.rotary_width or config.head_dim, config.rope_theta, config.stretch)
+    cos, sin = rotary(positions, config.rotary_width or config.head_dim, config.rope_theta, config.rope_scaling)
     return rotate(q, cos, sin), rotate(k, cos, sin), v
 
 

@@ -1,7 +1,7 @@
 """Rotary: rotary position embeddings (RoPE) and their scaling to longer sequences.
 
 Pair i of a head's elements is rotated by position · frequency_i; frequencies fall from 1 to about 1/theta. Models
-trained on short sequences are extended to longer ones by rope scaling, which changes the frequencies (`Stretch`):
+trained on short sequences are extended to longer ones by rope scaling, which changes the frequencies (`RopeScaling`):
 
     linear    all are divided by `factor`
     llama3    low frequencies are divided, high ones are not, with a ramp in between              (Llama 3.1 and later)
@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-STRETCHES = ("linear", "llama3", "yarn", "longrope")
+ROPE_SCALINGS = ("linear", "llama3", "yarn", "longrope")
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
+class RopeScaling:
     """Rope scaling: how frequencies change for sequences longer than the `original_length` of pretraining, in tokens.
 
     `slow` and `fast` count rotations over the original length: frequencies below `slow` are divided by `factor`, those
@@ -44,20 +44,20 @@ class Stretch:
     long: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.kind not in STRETCHES:
-            raise ValueError(f"Rope scaling must be one of {', '.join(STRETCHES)}; got {self.kind!r}.")
+        if self.kind not in ROPE_SCALINGS:
+            raise ValueError(f"Rope scaling must be one of {', '.join(ROPE_SCALINGS)}; got {self.kind!r}.")
         if self.kind != "linear" and not self.original_length:
             raise ValueError(f"Rope scaling {self.kind} needs the model's original sequence length; got none.")
         if (self.kind == "longrope") != bool(self.short and self.long):
             raise ValueError(f"Rope scaling longrope, and no other, needs short and long factors; got {self}.")
 
     @classmethod
-    def from_json(cls, said: dict[str, Any]) -> "Stretch":
+    def from_json(cls, said: dict[str, Any]) -> "RopeScaling":
         """The inverse of `dataclasses.asdict`, even after JSON has turned tuples into lists."""
         fields: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in said.items()}
         return cls(**fields)
 
-    def at_length(self, length: int) -> "Stretch":
+    def at_length(self, length: int) -> "RopeScaling":
         """Return the scaling for sequences of up to `length` tokens: it selects the list of longrope's factors."""
         if self.kind != "longrope":
             return self
@@ -100,7 +100,7 @@ class Stretch:
 
 
 def rotary(
-    positions: Int[Array, "batch slots"], width: int, theta: float, stretch: Stretch | None = None
+    positions: Int[Array, "batch slots"], width: int, theta: float, rope_scaling: RopeScaling | None = None
 ) -> tuple[Float[Array, "batch slots half"], Float[Array, "batch slots half"]]:
     """Return cosine and sine of the rotary angles of `width` elements of a head, in float32.
 
@@ -108,14 +108,14 @@ def rotary(
     blocks of 1024 positions, whose rotation is reduced modulo 2π in float64 beforehand, and that of the rest.
     """
     frequency = theta ** -(np.arange(0, width, 2) / width)
-    if stretch is not None:
-        frequency = stretch.frequencies(frequency, theta)
+    if rope_scaling is not None:
+        frequency = rope_scaling.frequencies(frequency, theta)
     block = 1024
     turn = np.remainder(block * frequency, 2 * np.pi).astype(np.float32)
     whole, rest = (x[..., None].astype(jnp.float32) for x in (positions // block, positions % block))
     angle = whole * turn + rest * frequency.astype(np.float32)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    scale = 1.0 if stretch is None else stretch.scale
+    scale = 1.0 if rope_scaling is None else rope_scaling.scale
     return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
 
 

@@ -73,7 +73,7 @@ def layer_flops(model: ModelConfig, pairs: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Cost of one step, per device. `memory` has bytes by purpose, `wire` bytes sent by kind of message."""
+    """Cost of one step, per device. `memory` has bytes by purpose, `sent` bytes by kind of message."""
 
     parameters: int
     devices: int
@@ -83,7 +83,7 @@ class Cost:
     matrix_flops: int
     attention_flops: int
     attention_share: float
-    wire: dict[str, int]
+    sent: dict[str, int]
     hop_bytes: int
     hops: int
     replicated: tuple[str, ...]
@@ -139,7 +139,7 @@ def estimate(config: Job, mesh: dict[str, int]) -> Cost:
         matrix_flops=matrices // devices,
         attention_flops=attention // devices,
         attention_share=_attention_share(config, attention, matrices),
-        wire=_wire(config, sizes, specs, devices, width, messages),
+        sent=_sent(config, sizes, specs, devices, width, messages),
         hop_bytes=messages[0][0].hop,
         hops=messages[0][0].hops,
         replicated=tuple(name for name in sizes if not name.endswith("norm") and not _is_split(specs, name)),
@@ -215,18 +215,20 @@ def _memory_of_periods(config: Job, model: ModelConfig, layer: int, shard: int, 
     return (model.period - 1) * layer * (width + 2 * FLOAT32) + copies * shard * FLOAT32
 
 
-def _wire(
+def _sent(
     config: Job, sizes: dict[str, int], specs: Any, devices: int, width: int, messages: list[tuple[Messages, int]]
 ) -> dict[str, int]:
     """Bytes that a device sends in a step; `messages` has pairs of a layer's messages and a number of such layers."""
     parts = config.accumulate
-    trade, forward = (sum(n * size(one) for one, n in messages) for size in (lambda m: m.trade, lambda m: m.forward))
+    all_to_all, forward = (
+        sum(n * size(one) for one, n in messages) for size in (lambda m: m.all_to_all, lambda m: m.forward)
+    )
     gathered = parts * sum(size for name, size in sizes.items() if _is_split(specs, name)) * (devices - 1) // devices
     # Once forward, once backward for the gradients, and once more where the forward pass is recomputed.
     times = 3 if config.remat in ("attention", "full") else 2
-    traded = {"heads, all-to-all": times * parts * trade} if trade else {}
+    exchanged = {"heads, all-to-all": times * parts * all_to_all} if all_to_all else {}
     return {
-        **traded,
+        **exchanged,
         "keys and values, forward": parts * forward,
         "keys and values, backward": parts * forward,
         "gradients of keys and values": parts * forward // width * FLOAT32,

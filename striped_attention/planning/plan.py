@@ -256,11 +256,11 @@ def _choice(setting: Setting, pairs: int, count: TileCount) -> Choice:
     devices, model = setting.devices, setting.model
     cost = estimate(setting, mesh)
     products = matrix_flops(model, setting.batch * setting.sequence_length)
-    weights = sum(size for what, size in cost.wire.items() if what.startswith("weights"))
+    weights = sum(size for what, size in cost.sent.items() if what.startswith("weights"))
     workload = attention.workload
-    messages, wire = workload.messages, setting.hardware.gather_wire(devices)
+    messages, bandwidth = workload.messages, setting.hardware.gather_bandwidth(devices)
     work = matrix_work(model, setting.remat) / matrix_work(model, MEASURED_REMAT)
-    outside = max(work * products / devices / (MATRIX_EFFICIENCY * setting.hardware.peak), weights / wire)
+    outside = max(work * products / devices / (MATRIX_EFFICIENCY * setting.hardware.peak), weights / bandwidth)
     again = attention.forward_seconds if setting.remat == "full" else 0.0
     seconds = model.layers * (attention.attention_seconds + again) + outside
     return Choice(
@@ -269,16 +269,16 @@ def _choice(setting: Setting, pairs: int, count: TileCount) -> Choice:
         step_seconds=seconds,
         work=float(attention.flops.sum()) * attention.strategy.heads * 3 / max(1, layer_flops(model, pairs)),
         memory=cost.memory,
-        attention_bytes=_both_passes(workload, messages.forward, messages.trade),
+        attention_bytes=_both_passes(workload, messages.forward, messages.all_to_all),
         slow_bytes=_both_passes(workload, *messages.slow(setting.hardware.group)),
         mfu=(products + attention_flops(model, pairs)) / devices / seconds / setting.hardware.peak,
     )
 
 
-def _both_passes(workload: Workload, keys: int, traded: int) -> int:
+def _both_passes(workload: Workload, keys: int, exchanged: int) -> int:
     """Bytes of both passes from those of the forward pass: key gradients are float32, all-to-alls are repeated."""
     gradients = keys // workload.messages.width * FLOAT32
-    return 2 * keys + gradients + (3 if workload.again else 2) * traded
+    return 2 * keys + gradients + (3 if workload.again else 2) * exchanged
 
 
 def _refusal(setting: Setting) -> str | None:
@@ -307,14 +307,14 @@ def _reason(choices: tuple[Choice, ...], base: Choice, bound: float) -> str:
     as_good = f" As good, within {SAME:.0%}: {', '.join(repr(other.layout) for other in close)}." if close else ""
     if len(choices) == 1:
         return f"{best.layout!r}: nothing else was compared."
-    wire = "" if best.hidden else "; some steps wait for the interconnect: fewer devices or more tokens per device help"
+    slow = "" if best.hidden else "; some steps wait for the interconnect: fewer devices or more tokens per device help"
     if best is base or base in close:
-        return f"{best.layout!r}: {base.layout!r} is as fast as any other{wire}.{as_good}"
+        return f"{best.layout!r}: {base.layout!r} is as fast as any other{slow}.{as_good}"
     more = base.attention_seconds / best.attention_seconds
     return (
         f"{best.layout!r}: its attention is {more:.2f} times as fast as that of {base.layout!r} (at best {bound:.2f}), "
         f"because the busiest device does {best.imbalance - 1:.0%} more work than the mean, with {base.layout!r} "
-        f"{base.imbalance - 1:.0%}{wire}.{as_good}"
+        f"{base.imbalance - 1:.0%}{slow}.{as_good}"
     )
 
 

@@ -1,8 +1,9 @@
 """Hardware: peak rates of devices, with sources.
 
-FLOP/s are dense bf16; the CPU's are float32. Link rates are one way, from a device to the next in its ring: `wire`
-within a group (a node, a pod), `far_wire` to another group. Where a ring leaves its group, that hop is the slowest, and
-all devices wait for it. Every message also has a latency that depends on the kind of link: see `NVLINK` and the others.
+FLOP/s are dense bf16; the CPU's are float32. Link rates are one way, from a device to the next in its ring:
+`interconnect` within a group (a node, a pod), `far_interconnect` to another group. Where a ring leaves its group, that
+hop is the slowest, and all devices wait for it. Every message also has a latency that depends on the kind of link: see
+`NVLINK` and the others.
 """
 
 import dataclasses
@@ -22,24 +23,24 @@ class Hardware:
     peak: float  # FLOP/s
     memory: float  # bytes
     bandwidth: float  # of that memory, bytes/s
-    wire: float  # bytes/s, one way
+    interconnect: float  # bytes/s, one way
     group: int  # devices
-    far_wire: float  # bytes/s, one way, per device
-    latency: float  # seconds per message on `wire`, in addition to its bytes
-    far_latency: float  # the same on `far_wire`
+    far_interconnect: float  # bytes/s, one way, per device
+    latency: float  # seconds per message on `interconnect`, in addition to its bytes
+    far_latency: float  # the same on `far_interconnect`
     source: str
     links: int = 1  # links per device that an all-gather can use at once
 
-    def gather_wire(self, devices: int, apart: int = 1) -> float:
+    def gather_bandwidth(self, devices: int, apart: int = 1) -> float:
         """Return the bytes per second that each of `devices`, spaced `apart` places, receives in an all-gather.
 
         Within a group, all links are used. Between groups, NCCL's rings are modelled: every shard enters a group once,
         and the devices of the group that gather together share this traffic among their network interfaces.
         """
-        near = self.wire * self.links
+        near = self.interconnect * self.links
         if devices * apart <= self.group:
             return near
-        return min(near, self.far_wire * max(1, self.group // apart))
+        return min(near, self.far_interconnect * max(1, self.group // apart))
 
     @property
     def usable(self) -> float:
@@ -55,10 +56,10 @@ NVLINK, INFINIBAND = (8.4 + 3.4) * MICRO, (8.4 + 14.0) * MICRO
 ICI, DATA_CENTRE, CPU = 1 * MICRO, 20 * MICRO, 20 * MICRO
 _GPUS, _TPUS, _CPUS = (NVLINK, INFINIBAND), (ICI, DATA_CENTRE), (CPU, CPU)
 
-_ICI = "wire: one ICI link, one way; far wire: data-centre network, per chip"
+_ICI = "interconnect: one ICI link, one way; far: data-centre network, per chip"
 # fmt: off
 _TABLE = (
-    #        name    kinds              platform     peak     memory    bandwidth      wire  group   far wire latencies
+    #        name    kinds              platform     peak     memory    bandwidth intercon. group far interc. latencies
     Hardware("a100", ("a100",),          "gpu",  312*TERA,   80*GIGA,  2039*GIGA,  300*GIGA,    8, 25*GIGA, *_GPUS,
              "A100 80GB SXM data sheet; NVLink 3: 600 GB/s both ways; InfiniBand HDR: one 200 Gb/s port per GPU"),
     Hardware("h100", ("h100",),          "gpu",  989*TERA,   80*GIGA,  3350*GIGA,  450*GIGA,    8, 50*GIGA, *_GPUS,

@@ -33,7 +33,7 @@ class Messages:
         return self.tokens * self.kv_heads * copies * self.dim
 
     @property
-    def trade(self) -> int:
+    def all_to_all(self) -> int:
         """Bytes of the all-to-all exchanges of heads for tokens: queries, keys, values and results."""
         heads = self.strategy.heads
         return 2 * (self.queries + self.keys) * (heads - 1) // heads * self.width
@@ -58,7 +58,7 @@ class Messages:
         return self.hops * self.hop + self.gather
 
     def slow(self, near: int) -> tuple[int, int]:
-        """Return the parts of `forward` and `trade` that leave a group of `near` devices with a fast interconnect.
+        """Return the parts of `forward` and `all_to_all` that leave a group of `near` devices with a fast interconnect.
 
         These are the bytes of the device that sends the most: in a single ring the last of its group, which sends every
         hop to the next group. Gathered keys leave a group once for all devices of the next one; the devices of the
@@ -72,8 +72,8 @@ class Messages:
         if strategy.inner > 1 and self.hops + 1 == hops and near % (strategy.group * strategy.inner) == 0:
             hops //= strategy.inner
         gathered = self.gather // gathering if strategy.gather > gathering else 0
-        traded = self.trade * max(0, strategy.heads - near) // max(1, strategy.heads - 1)
-        return gathered + min(self.hops, hops - 1) * self.hop, traded
+        exchanged = self.all_to_all * max(0, strategy.heads - near) // max(1, strategy.heads - 1)
+        return gathered + min(self.hops, hops - 1) * self.hop, exchanged
 
     @property
     def groups(self) -> int:
@@ -97,11 +97,13 @@ class Messages:
         this block. Gathered keys and their float32 gradients exist twice: as received and sorted by position.
         """
         travelling = min(self.hops + 1, 3)
-        traded = (2 * self.queries + 4 * self.keys) * self.width if self.strategy.heads > 1 else 0  # before and after
+        exchanged = (
+            (2 * self.queries + 4 * self.keys) * self.width if self.strategy.heads > 1 else 0
+        )  # before and after
         return (
             self.queries * (3 * self.width + (6 if self.hops else 2) * FLOAT32)
             + 2 * self.keys * (travelling * self.width + (1 + travelling) * FLOAT32)
-            + traded
+            + exchanged
             + self.gathered * 2 * (self.width + FLOAT32)
             + self._of_double_ring
         )

@@ -49,7 +49,7 @@ class Pass:
     per_tile: float
     per_step: float
     sent: np.ndarray
-    wire: float
+    interconnect: float
     exposed: float = 0.0  # seconds of transfers that nothing overlaps with
     latency: float = 0.0  # fixed seconds of a step's messages, on top of bytes / bandwidth
 
@@ -63,7 +63,7 @@ class Pass:
     @property
     def transfer(self) -> np.ndarray:
         """Seconds that each step's messages take."""
-        return self.sent / self.wire + self.latency * (self.sent > 0)
+        return self.sent / self.interconnect + self.latency * (self.sent > 0)
 
     def is_hidden(self, most: np.ndarray) -> bool:
         """Return whether no transfer takes longer than the busiest device, given its tiles of every block."""
@@ -97,13 +97,13 @@ def tile_flops(workload: Workload, tile: tuple[int, int]) -> int:
     return 4 * area * request.heads * request.dim * (request.batch // workload.mask.rows)
 
 
-def _trade_seconds(workload: Workload) -> float:
+def _all_to_all_seconds(workload: Workload) -> float:
     """Return how long a pass exchanges heads for tokens and back: two exchanges, over all links at once."""
     hardware, messages = workload.hardware, workload.messages
     if workload.strategy.heads == 1:
         return 0.0
     _, far = messages.slow(hardware.group)
-    seconds = max((messages.trade - far) / hardware.wire, far / hardware.far_wire)
+    seconds = max((messages.all_to_all - far) / hardware.interconnect, far / hardware.far_interconnect)
     return seconds + 2 * workload.latency_of(workload.strategy.heads)
 
 
@@ -117,37 +117,41 @@ def passes(workload: Workload, chosen: Choice, tiles: Counts, needed: np.ndarray
     def make(rate: Rate, factor: float, order: list[int], part: list[float], sent: list[float], exposed: float) -> Pass:
         per_tile = factor * wide * tile_flops(workload, chosen.tile) / (rate.efficiency * hardware.peak)
         per_step = rate.query_bytes * messages.queries / hardware.bandwidth + rate.seconds
-        where = np.array(order), np.array(part), per_tile, per_step, np.array(sent), workload.wire
+        where = np.array(order), np.array(part), per_tile, per_step, np.array(sent), workload.interconnect
         return Pass(blocks, *where, exposed, workload.latency)
 
     again = 2 if workload.again else 1
     more = FLOAT32 / messages.width  # gradients of keys and values are float32
-    trade = _trade_seconds(workload)
+    all_to_all = _all_to_all_seconds(workload)
     # Gathered keys of a step, in bytes that would take the ring's interconnect equally long. Those of the first group
     # of heads have nothing to overlap with, nor, in the backward pass, do the sums of the last. XLA for TPUs overlaps
     # none of it, and turns a reduce-scatter into an all-reduce with twice the bytes (docs/tpu.md).
     overlaps = hardware.platform != "tpu"
     gathered = 0.0
     if strategy.gather > 1:
-        gathered = messages.gather / (messages.hops + 1) * workload.wire / workload.gather_wire
+        gathered = messages.gather / (messages.hops + 1) * workload.interconnect / workload.gather_bandwidth
     share = 1 / messages.groups if overlaps else 1.0
-    wait = gathered * share / workload.wire
+    wait = gathered * share / workload.interconnect
     wait += workload.latency_of(strategy.group) if strategy.gather > 1 else 0.0
     sums = more if overlaps else 2 * more
     kv = float(messages.hop)
     order = list(range(hops + 1))
     if not hops:
         behind = gathered * (1 - share)
-        forward = make(rates.forward, 1.0, order, [1.0], [behind], trade + wait)
-        exposed = again * trade + wait * (1 + sums)
+        forward = make(rates.forward, 1.0, order, [1.0], [behind], all_to_all + wait)
+        exposed = again * all_to_all + wait * (1 + sums)
         return forward, make(rates.backward, BACKWARD, order, [1.0], [behind * (1 + more)], exposed)
     # Keys that hop are gathered next, the first group of heads in the same step.
     step = max(kv + gathered * share, gathered) if overlaps else kv
     waits = wait if overlaps else wait * (hops + 1)
-    forward = make(rates.forward, 1.0, order, [1.0] * len(order), [step] * hops + [0.0], trade + waits)
+    forward = make(rates.forward, 1.0, order, [1.0] * len(order), [step] * hops + [0.0], all_to_all + waits)
     halves = [0.5, *[1.0] * hops, 0.5]
     sent = [step * (i < hops) + step * more * (i > 1) for i in range(hops + 2)]
     # In the backward pass, a double ring's first hop to the next node has nothing to overlap with.
-    late = kv / hardware.far_wire if workload.wire != workload.wire_of(workload.plain.devices) else 0.0
-    exposed = again * trade + waits * (1 + sums) + late
+    late = (
+        kv / hardware.far_interconnect
+        if workload.interconnect != workload.interconnect_of(workload.plain.devices)
+        else 0.0
+    )
+    exposed = again * all_to_all + waits * (1 + sums) + late
     return forward, make(rates.backward, BACKWARD, [*order, 0], halves, sent, exposed)

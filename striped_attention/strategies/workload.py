@@ -39,13 +39,13 @@ class Workload:
         return messages_of(self.plain, self.strategy)
 
     @property
-    def wire(self) -> float:
+    def interconnect(self) -> float:
         """Bytes per second of the slowest hop.
 
         A double ring leaves a node once per round, and that hop has the whole round to complete.
         """
-        slow = self.wire_of(self.plain.devices)
-        return min(self.hardware.wire, slow * self.strategy.inner) if self.is_double else slow
+        slow = self.interconnect_of(self.plain.devices)
+        return min(self.hardware.interconnect, slow * self.strategy.inner) if self.is_double else slow
 
     @property
     def latency(self) -> float:
@@ -59,18 +59,18 @@ class Workload:
         size = self.strategy.group * self.strategy.inner
         return len(rings_of(self.plain, self.strategy)) > 1 and self.hardware.group % size == 0
 
-    def wire_of(self, neighbours: int) -> float:
+    def interconnect_of(self, neighbours: int) -> float:
         """Return the bytes per second among this many neighbours."""
-        return self.hardware.wire if neighbours <= self.hardware.group else self.hardware.far_wire
+        return self.hardware.interconnect if neighbours <= self.hardware.group else self.hardware.far_interconnect
 
     def latency_of(self, neighbours: int) -> float:
         """Return the latency in seconds of a message among this many neighbours."""
         return self.hardware.latency if neighbours <= self.hardware.group else self.hardware.far_latency
 
     @property
-    def gather_wire(self) -> float:
+    def gather_bandwidth(self) -> float:
         """Bytes per second at which a device receives gathered keys."""
-        return self.hardware.gather_wire(self.strategy.gather, apart=self.strategy.heads)
+        return self.hardware.gather_bandwidth(self.strategy.gather, apart=self.strategy.heads)
 
     def needed(self) -> np.ndarray:
         """Return which steps the ring makes, indexed by how many places back the keys come from."""

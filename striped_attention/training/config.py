@@ -248,7 +248,8 @@ class TrainConfig:
             return self.shape
         if self.start_from is not None:
             raise ValueError("The model of --start-from is not known yet: call training.start.look first.")
-        names = [field.name for field in dataclasses.fields(ModelConfig) if hasattr(self, field.name)]
+        same = {field.name for field in dataclasses.fields(ModelConfig)} - {"rope_scaling"}  # here it is text
+        names = [name for name in vars(self) if name in same]
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         try:
             model = dataclasses.replace(PRESETS[self.preset or "debug"], **given)

@@ -74,7 +74,7 @@ def _work(cost: Cost) -> rich.table.Table:
     if cost.hops:
         table.add_row("hops of keys and values, per layer and direction", str(cost.hops))
         table.add_row("bytes per hop", gigabytes(cost.hop_bytes))
-    for part, size in cost.wire.items():
+    for part, size in cost.sent.items():
         if size:
             table.add_row(f"sent: {part}", gigabytes(size))
     return table

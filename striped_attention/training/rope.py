@@ -16,11 +16,11 @@ from typing import Any
 
 from striped_attention.errors import UsageError
 from striped_attention.models.llama import ModelConfig
-from striped_attention.models.rotary import Stretch
+from striped_attention.models.rotary import RopeScaling
 from striped_attention.options import parse_length
 
 NONE = "none"
-# Settings of each kind besides factor and original, and the fields of `Stretch` that they set.
+# Settings of each kind besides factor and original, and the fields of `RopeScaling` that they set.
 NAMES: dict[str, dict[str, str]] = {
     "linear": {},
     "llama3": {"low": "slow", "high": "fast"},
@@ -35,7 +35,7 @@ FORM = "--rope-scaling is written like linear:4, yarn:8, llama3:8,original=8192 
 
 
 def parse_scaling(text: str) -> dict[str, Any] | None:
-    """Parse --rope-scaling into the fields of a `Stretch`; None removes any scaling."""
+    """Parse --rope-scaling into the fields of a `RopeScaling`; None removes any scaling."""
     if text == NONE:
         return None
     kind, _, rest = text.partition(":")
@@ -95,7 +95,7 @@ def scaled(model: ModelConfig, text: str, original: int | None) -> ModelConfig:
     """Return a model with the scaling given by `text`. `original` is its length before any scaling, if known."""
     asked = parse_scaling(text)
     if asked is None:
-        return dataclasses.replace(model, stretch=None)
+        return dataclasses.replace(model, rope_scaling=None)
     if model.fused:
         raise UsageError(
             f"--rope-scaling {text}: Phi model files support only their own scaling (longrope), so the trained model "
@@ -107,25 +107,25 @@ def scaled(model: ModelConfig, text: str, original: int | None) -> ModelConfig:
             f"--rope-scaling {text} needs the sequence length that the model was trained on before any scaling, which "
             f"is not known here. Add it, like {text},original=8192."
         )
-    return dataclasses.replace(model, stretch=Stretch(**asked))
+    return dataclasses.replace(model, rope_scaling=RopeScaling(**asked))
 
 
-def reach(stretch: Stretch | None) -> int | None:
+def reach(rope_scaling: RopeScaling | None) -> int | None:
     """The longest sequence that a scaling supports; None if unknown."""
-    if stretch is None or stretch.original_length is None:
+    if rope_scaling is None or rope_scaling.original_length is None:
         return None
-    return round(stretch.factor * stretch.original_length)
+    return round(rope_scaling.factor * rope_scaling.original_length)
 
 
 def describe(model: ModelConfig, length: int) -> str:
     """Describe a model's rotary positions, as used for sequences of `length` tokens."""
-    text, stretch = f"rope theta {model.rope_theta:,.10g}", model.stretch
+    text, rope_scaling = f"rope theta {model.rope_theta:,.10g}", model.rope_scaling
     if model.local_theta is not None:
         text += f" ({model.local_theta:,.10g} in layers with a window)"
-    if stretch is None:
+    if rope_scaling is None:
         return f"{text}, no rope scaling"
-    original = "" if stretch.original_length is None else f" of {stretch.original_length:,} positions"
-    text = f"{text}, rope scaling {stretch.kind} × {stretch.factor:g}{original}"
-    if stretch.kind != "longrope":
+    original = "" if rope_scaling.original_length is None else f" of {rope_scaling.original_length:,} positions"
+    text = f"{text}, rope scaling {rope_scaling.kind} × {rope_scaling.factor:g}{original}"
+    if rope_scaling.kind != "longrope":
         return text
-    return f"{text}, {'short' if stretch.at_length(length).short == stretch.short else 'long'} factors"
+    return f"{text}, {'short' if rope_scaling.at_length(length).short == rope_scaling.short else 'long'} factors"

@@ -70,7 +70,7 @@ class Source:
     @property
     def positions(self) -> int:
         """The longest sequence that the model's rotary positions support, according to its folder."""
-        return max(self.length, rope.reach(self.model.stretch) or 0)
+        return max(self.length, rope.reach(self.model.rope_scaling) or 0)
 
     def _number(self, name: str) -> int:
         if not isinstance(self.said.get(name), int):

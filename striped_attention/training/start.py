@@ -110,7 +110,7 @@ def _changes(config: TrainConfig, run: dict[str, Any]) -> list[str]:
 def _begun(config: TrainConfig) -> Start:
     if config.start_from is not None:
         return _starting(config, find(config.start_from, "--start-from"))
-    return Start(config, positions=rope.reach(config.model.stretch))
+    return Start(config, positions=rope.reach(config.model.rope_scaling))
 
 
 def _last_run(config: TrainConfig) -> dict[str, Any] | None:
@@ -165,7 +165,7 @@ def _going_on(config: TrainConfig, run: dict[str, Any]) -> Start:
 
 
 def _starting(config: TrainConfig, source: Source) -> Start:
-    model, positions = _stretched(config, source)
+    model, positions = _with_rope(config, source)
     if not config.dry_run:
         arrays.check(source)
     own = _own_tokenizer(config, source)
@@ -182,20 +182,20 @@ def _starting(config: TrainConfig, source: Source) -> Start:
     )
 
 
-def _stretched(config: TrainConfig, source: Source) -> tuple[ModelConfig, int | None]:
+def _with_rope(config: TrainConfig, source: Source) -> tuple[ModelConfig, int | None]:
     """Apply the rope options to the source's model. Also return the longest sequence that its positions then
     support."""
-    model, before = source.model, source.model.stretch
+    model, before = source.model, source.model.rope_scaling
     positions: int | None = source.positions
     if config.rope_theta is not None:
         model = dataclasses.replace(model, rope_theta=config.rope_theta)
     if config.rope_scaling is not None:
         original = source.length if before is None else before.original_length
         model = rope.scaled(model, config.rope_scaling, original)
-        positions = original if model.stretch is None else rope.reach(model.stretch)
+        positions = original if model.rope_scaling is None else rope.reach(model.rope_scaling)
         if positions is None and before is not None:
             # Files give the length before or after a linear scaling. In both cases the model supports at least this.
-            more = 1.0 if model.stretch is None else model.stretch.factor / before.factor
+            more = 1.0 if model.rope_scaling is None else model.rope_scaling.factor / before.factor
             positions = round(source.length * max(1.0, more))
     return model, positions
 

@@ -142,7 +142,7 @@ def whole_model(preset: str, batch: int, length: int, chunk: int, rounds: int, c
     engine = _engine(config, 1, "bfloat16", sa.contiguous(), batch, length + _room(rounds), chunk=chunk)
     tokens = _tokens(config, batch, length)
     begun = time.perf_counter()
-    engine.read(tokens[:, :-1])
+    engine.prefill(tokens[:, :-1])
     jax.block_until_ready(engine.scores)
     prefill = time.perf_counter() - begun - engine.compiling
     engine.append(tokens[:, -1])
@@ -168,7 +168,7 @@ def _seconds(function: Callable[[], Any], rounds: int) -> float:
 def _seconds_per_token(engine: Engine, rounds: int) -> float:
     """Median over `rounds` blocks of the seconds per token, after two blocks of warm-up."""
     block, begins = engine.programs.block, []
-    for i, _ in enumerate(engine.write((rounds + 2) * block + 1, Sampling())):
+    for i, _ in enumerate(engine.decode((rounds + 2) * block + 1, Sampling())):
         if i % block == 0:
             begins.append(time.perf_counter())
     return statistics.median(np.diff(begins)[2:]) / block
@@ -209,7 +209,7 @@ def _random_weights(config: ModelConfig, mesh: Mesh, dtype: Any) -> Any:
 
 def _scores(engine: Engine, length: int) -> np.ndarray:
     """Logits after random sequences of `length` tokens."""
-    engine.read(_tokens(engine.config, engine.options.batch, length))
+    engine.prefill(_tokens(engine.config, engine.options.batch, length))
     return np.asarray(engine.scores)
 
 

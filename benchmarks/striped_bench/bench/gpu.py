@@ -177,7 +177,7 @@ def plan(cases: list[Case]) -> Iterator[Row]:
         some = [group for group in (0, int(tiles.argmax()), len(tiles) - 1) if tiles[group] > NEARLY * tiles.max()]
         forward, backward = passes(workload, found.chosen, found.tiles, found.needed)
         alone = [dataclasses.replace(one, sent=0 * one.sent, exposed=0.0) for one in (forward, backward)]
-        wire = transfer_seconds(found)
+        transfers = transfer_seconds(found)
         exposed = [one.seconds() - still.seconds() for one, still in zip((forward, backward), alone, strict=True)]
         yield {
             **case._asdict(),
@@ -185,7 +185,7 @@ def plan(cases: list[Case]) -> Iterator[Row]:
             "hop_bytes": messages.hop if messages.hops else 0,
             "critical_path": found.critical_path / int(tiles.max()),
             "planned_for": workload.hardware.name,
-            "planned_transfer_seconds": {"forward": wire[0], "both": sum(wire)},
+            "planned_transfer_seconds": {"forward": transfers[0], "both": sum(transfers)},
             "planned_exposed_seconds": {"forward": exposed[0], "both": sum(exposed)},
         }
 

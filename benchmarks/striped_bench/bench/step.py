@@ -183,12 +183,12 @@ def _real(program: Program) -> dict[str, Any]:
     kept = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     sent = transfers(str(compiled.as_text()))
     mesh = {str(axis): size for axis, size in program.mesh.shape.items()}
-    wire = estimate(program.config, mesh).wire
+    by_kind = estimate(program.config, mesh).sent
     return {
         "needed_bytes": kept + stats.temp_size_in_bytes,
         **{"transfers": len(sent), "hidden": sum(transfer.hidden for transfer in sent)},
-        "wire_bytes": wire,
-        **_planned(program, sum(size for what, size in wire.items() if what.startswith("weights"))),
+        "wire_bytes": by_kind,
+        **_planned(program, sum(size for what, size in by_kind.items() if what.startswith("weights"))),
     }
 
 
@@ -205,7 +205,7 @@ def _planned(program: Program, weights: int) -> dict[str, Any]:
     attention = config.model.layers * (forward + backward + again)
     return {
         "planned_for": hardware.name,
-        "planned_transfer_seconds": attention + weights / hardware.gather_wire(compute.devices),
+        "planned_transfer_seconds": attention + weights / hardware.gather_bandwidth(compute.devices),
     }
 
 
