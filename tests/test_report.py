@@ -11,9 +11,10 @@ import sys
 
 import numpy as np
 import pytest
-from striped_bench.report import figures, style
+from striped_bench.report import style
 from striped_bench.report.command import write_figures
 from striped_bench.report.contents import gather
+from striped_bench.report.maps import over_ideal
 from striped_bench.report.read import Document, read
 from striped_bench.report.section import ATTENTION, newest
 
@@ -213,7 +214,7 @@ def test_a_plan_is_drawn_as_it_was_written(tmp_path):
 def test_the_ideal_is_the_least_work_shared_equally():
     """The ideal is not a layout's own mean: an even layout with twice the work is not ideal."""
     maps = {"uneven": np.array([[2.0, 0.0], [1.0, 1.0]]), "twice": np.full((2, 2), 2.0)}
-    assert figures.over_ideal(maps) == {"uneven": 1.5, "twice": 2.0}
+    assert over_ideal(maps) == {"uneven": 1.5, "twice": 2.0}
 
 
 def test_of_two_results_the_later_counts():
@@ -414,5 +415,5 @@ def test_help_imports_neither_figures_nor_suites():
     loaded = done.stdout.splitlines()[-1].split()
     assert "striped_bench.bench.command" in loaded
     assert "striped_bench.report.command" in loaded
-    heavy = ("matplotlib", "jinja2", "optax", "torch", "striped_bench.bench.run", "striped_bench.report.figures")
+    heavy = ("matplotlib", "jinja2", "optax", "torch", "striped_bench.bench.run", "striped_bench.report.curves")
     assert [name for name in heavy if name in loaded] == []

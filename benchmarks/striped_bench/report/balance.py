@@ -8,7 +8,7 @@ import numpy as np
 
 import striped_attention as sa
 from striped_attention.core.mask import Mask, packed
-from striped_bench.report import figures
+from striped_bench.report.maps import heat_maps, over_ideal, timelines
 from striped_bench.report.read import Document, of
 from striped_bench.report.section import Finding
 from striped_bench.report.text import plain, tokens
@@ -23,12 +23,12 @@ def work(documents: Sequence[Document]) -> Finding:
     measured, sources = _measured(documents)
     counted, plans = _planned(documents)
     rows = [*measured, *(counted or _counted())]
-    paths = figures.over_ideal(rows[0][1])
+    paths = over_ideal(rows[0][1])
     best = min(paths, key=lambda name: paths[name])
     base = f"contiguous takes {paths['contiguous']:.2f} times the ideal time" if "contiguous" in paths else "at best"
     how = "Measured rows show seconds, counted rows show tiles." if measured else "The work is counted, in tiles."
     numbers = {"finding": f"{base}, {best} {paths[best]:.2f}", "how": how}
-    return Finding(numbers, (*sources, *plans), lambda: figures.heat_maps(rows, "of this row"))
+    return Finding(numbers, (*sources, *plans), lambda: heat_maps(rows, "of this row"))
 
 
 def _measured(documents: Sequence[Document]) -> tuple[list[tuple[str, Maps]], list[Document]]:
@@ -78,7 +78,7 @@ def timeline(documents: Sequence[Document]) -> Finding:
     finding = "Contiguous is the best layout here"
     if others:
         finding = f"Less idle time: the forward pass is {base / others[0]:.2f} times as fast as with contiguous"
-    return Finding({"finding": finding, "where": where}, plans, lambda: figures.timelines(lines))
+    return Finding({"finding": finding, "where": where}, plans, lambda: timelines(lines))
 
 
 def _recorded(document: Document) -> tuple[Lines, str]:

@@ -4,8 +4,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from striped_bench.report import figures
-from striped_bench.report.figures import Point, panels
+from striped_bench.report.bars import stacks
+from striped_bench.report.curves import Point, curves, panels
 from striped_bench.report.read import Document, of
 from striped_bench.report.section import ATTENTION, STEP, Finding, Row, newest, ratio, some
 from striped_bench.report.style import CYCLE
@@ -48,7 +48,7 @@ def kernels(documents: Sequence[Document]) -> Finding:
     least, most = min(rows, key=beside), max(rows, key=beside)
     trend = ", less with more tokens per GPU" if least["each"] > most["each"] else ""
     numbers = {"least": 100 * beside(least), "most": 100 * beside(most), "trend": trend}
-    return Finding(numbers, sources, lambda: figures.stacks(shown, KINDS, "% of the time of a profiled run"))
+    return Finding(numbers, sources, lambda: stacks(shown, KINDS, "% of the time of a profiled run"))
 
 
 def steps(documents: Sequence[Document]) -> Finding:
@@ -71,7 +71,7 @@ def steps(documents: Sequence[Document]) -> Finding:
     best = max(striped, key=ratio)
     where = f"{best['preset']} with {tokens(best['length'])} tokens on {best['members']} GPUs"
     numbers = {"times": span(ratio(row) for row in striped), "rest": rest, "best": ratio(best), "where": where}
-    return Finding(numbers, sources, lambda: figures.stacks(shown, colours, "% of the step with contiguous"))
+    return Finding(numbers, sources, lambda: stacks(shown, colours, "% of the step with contiguous"))
 
 
 def overhead(documents: Sequence[Document]) -> Finding:
@@ -86,7 +86,7 @@ def overhead(documents: Sequence[Document]) -> Finding:
     largest = max(shares, key=lambda what: shares[what])
     colours = dict(zip(dict.fromkeys(row["what"] for row in rows), itertools.cycle((*CYCLE, "quiet"))))
     numbers = {"length": length, "largest": largest, "share": shares[largest]}
-    return Finding(numbers, sources, lambda: figures.stacks(shown, colours, "% of the time"))
+    return Finding(numbers, sources, lambda: stacks(shown, colours, "% of the time"))
 
 
 def throughput(documents: Sequence[Document]) -> Finding:
@@ -105,7 +105,7 @@ def throughput(documents: Sequence[Document]) -> Finding:
     short, long = next(iter(most)), list(most)[-1]
     gains = f"{long} run fastest on {most[long]:,} devices" + ("" if short == long else f", {short} on {most[short]:,}")
     numbers = {"first": first, "gains": gains, "compared": _as_measured(rows)}
-    return Finding(numbers, sources, lambda: figures.curves(shown, "devices", "tokens per second", log_y=True))
+    return Finding(numbers, sources, lambda: curves(shown, "devices", "tokens per second", log_y=True))
 
 
 def _as_measured(rows: list[Row]) -> str:
@@ -135,7 +135,7 @@ def traffic(documents: Sequence[Document]) -> Finding:
             points.append((panel, f"all{where}", row["devices"], row["wire_bytes"] / 1e3))
             points.append((panel, f"for attention{where}", row["devices"], row["attention_bytes"] / 1e3))
     most = max(row["wire_bytes"] for row in rows) / 1e3
-    draw = lambda: figures.curves(panels(points), "devices", "kB sent per token and device", floor=0.0)  # noqa: E731
+    draw = lambda: curves(panels(points), "devices", "kB sent per token and device", floor=0.0)  # noqa: E731
     return Finding({"most": most, "however": ", at any sequence length" if same else ""}, sources, draw)
 
 
@@ -155,7 +155,7 @@ def memory(documents: Sequence[Document]) -> Finding:
     shown = panels(some(points))
     finding = next(filter(None, map(_less_memory, compiled)), "Memory per device by sequence length")
     names = "sequence length (tokens)", "GiB per device"
-    draw = lambda: figures.curves(shown, *names, x_format=tokens, log_y=True)  # noqa: E731
+    draw = lambda: curves(shown, *names, x_format=tokens, log_y=True)  # noqa: E731
     return Finding({"finding": finding}, (*compiled, *sources), draw)
 
 
@@ -185,4 +185,4 @@ def peers(documents: Sequence[Document]) -> Finding:
     if gains:
         finding = f"The fastest other JAX library takes {span(gains, '.1f')} times as long on a CPU"
     names, shown = ("sequence length (tokens)", "seconds"), panels(some(points), choose=min)
-    return Finding({"finding": finding}, [last], lambda: figures.curves(shown, *names, x_format=tokens, log_y=True))
+    return Finding({"finding": finding}, [last], lambda: curves(shown, *names, x_format=tokens, log_y=True))

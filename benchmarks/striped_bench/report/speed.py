@@ -7,8 +7,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 import striped_attention as sa
-from striped_bench.report import figures
-from striped_bench.report.figures import Line, Panel, Point, panels
+from striped_bench.report.bars import groups
+from striped_bench.report.curves import Line, Panel, Point, curves, panels
 from striped_bench.report.read import Document, of
 from striped_bench.report.section import ATTENTION, PAPER, STEP, Finding, bound, newest, ratio, some
 from striped_bench.report.style import of_layout
@@ -20,7 +20,7 @@ TIMES = "speed-up over contiguous"
 
 def _curves(shown: Sequence[Panel], x_label: str, **more: Any) -> Callable[[], Figure]:
     """Plot speed-ups, from 1 upwards, with their bound."""
-    return lambda: figures.curves(shown, x_label, TIMES, floor=1.0, **more)
+    return lambda: curves(shown, x_label, TIMES, floor=1.0, **more)
 
 
 def gpus(documents: Sequence[Document]) -> Finding:
@@ -150,4 +150,4 @@ def masks(documents: Sequence[Document], platform: str) -> Finding:
     if len(set(wins.values())) == 1:
         finding = f"{best} gains most under every mask"
     numbers = {"finding": finding, "length": length, "devices": devices}
-    return Finding(numbers, sources, lambda: figures.groups(bars, bounds, TIMES, of_layout))
+    return Finding(numbers, sources, lambda: groups(bars, bounds, TIMES, of_layout))
