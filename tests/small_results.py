@@ -85,3 +85,13 @@ def evaluated(name="long", loss=1.0, found=3):
     cells = [{"length": n, "depth": d, "draws": 4, "correct": found, "loss": 0.1} for n in (256, 512) for d in (0, 100)]
     more = {"perplexity": {"by_position": ranges}, "needle": {"cells": cells}, "devices": {"kind": "cpu", "mesh": {}}}
     return content("evaluate", **{**more, "configuration": {"model": f"runs/{name}"}})
+
+
+def compiled(strategy="ring", kind="collective-permute", exposed=0):
+    """Return what `striped compile --longest` found: 256k tokens fit on 16 chips and 512k do not."""
+    sent = [{"name": f"{kind}.{n}", "kind": kind, "bytes": 8, "hidden": n >= exposed} for n in range(4)]
+    fits = {"length": 262_144, "fits": True, "memory": 20_000_000_000, "available": None, "transfers": sent}
+    large = {"length": 524_288, "fits": False, "memory": 40_000_000_000, "available": 33_000_000_000, "transfers": []}
+    options = {"topology": "v4:2x2x4", "preset": "1b", "remat": "auto"}
+    more = {"strategy": strategy, "remat": "attention", "libtpu_init_args": None, "configuration": options}
+    return content("compile", device="TPU v4", devices=16, tried=[fits, large], **more)

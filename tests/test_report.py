@@ -21,6 +21,7 @@ from striped_bench.report.section import ATTENTION, newest
 from striped_attention._version import __version__
 from striped_attention.cli import main
 from tests.small_results import (
+    compiled,
     content,
     evaluated,
     layouts,
@@ -42,6 +43,8 @@ SMALL = {
     "masks_gpu": (functools.partial(masks, "gpu"), "GPUs: striped(1) gains most under every mask"),
     "throughput": (scale, "Planned for 1b, h200: 64k tokens run fastest on 16 devices"),
     "rates": (functools.partial(scale, measured=True), "of 64k tokens is fastest with striped(1): 160,000 tokens per"),
+    "compiled-memory": (compiled, "Compiled, not run: 262,144 tokens of 1b fit on 16 × TPU v4"),
+    "compiled-overlap": (compiled, "Compiled, not run: with ring, all transfers overlap with attention"),
     "accuracy": (positions, "The largest error of any check is 1e-06"),
     "positions": (evaluated, "long has a loss of 1.00 with contexts of up to 512 tokens"),
     "needles": (evaluated, "Needle in a haystack: long finds 75%"),
@@ -170,6 +173,33 @@ def test_measurements_are_drawn_without_what_was_planned_beside_them():
     assert ">planned, 32k tokens per device</text>" in draw(everything["scaling"])
     assert "was not measured" in everything["scaling"].caption
     assert everything["timeline"].title.startswith("Planned: ")
+
+
+def test_compiled_programs_are_drawn_by_strategy():
+    """Bars show the transfers that overlap with attention, and the table lists every kind."""
+    found = sections(compiled(), compiled("gather", "all-gather", exposed=3))
+    overlap, memory = found["compiled-overlap"], found["compiled-memory"]
+    assert overlap.title.endswith("with ring, all transfers overlap with attention; with other strategies, 25 % do")
+    assert overlap.table.head[3:] == ("hops", "all-gathers")
+    assert [row[1:] for row in overlap.table.rows] == [
+        ("ring", "20.0 GB", "4 of 4", "none"),
+        ("gather", "20.0 GB", "none", "1 of 4"),
+    ]
+    assert [f">{name}</text>" in draw(overlap) for name in ("hops", "all-gathers", "exposed")] == [True] * 3
+    assert memory.table.rows == (("16 × TPU v4", "1b", "262,144", "20.0 GB", "262,144"),)
+    assert ">limit in GB: 33</text>" in draw(memory)
+    for section in (overlap, memory):
+        assert "nothing was run or timed" in section.caption
+        assert "compiled for 16 × TPU v4" in section.source
+
+
+def test_older_results_of_compile_hold_hops_of_a_ring():
+    """Before strategies, transfers had no kind and results no strategy."""
+    old = compiled()
+    del old["strategy"], old["remat"], old["libtpu_init_args"]
+    for transfer in old["tried"][0]["transfers"]:
+        del transfer["kind"]
+    assert sections(old)["compiled-overlap"].table.rows == (("v4:2x2x4", "ring", "20.0 GB", "4 of 4"),)
 
 
 def entries(figure):

@@ -57,7 +57,7 @@ def test_the_page_has_every_figure_and_says_what_is_missing(page):
     text = page.read_text()
     contents = gather(read([RESULTS]), plans=True)
     assert text.count("<svg ") == 2 * len(contents.sections), "a wide and a narrow drawing of each"
-    names = "work timeline speedup-gpu speedup-cpu kernels steps scaling memory accuracy"
+    names = "work timeline speedup-gpu speedup-cpu kernels steps scaling memory compiled-memory accuracy"
     for name in names.split():
         assert f'<section id="{name}">' in text
     ids = re.findall(r'\bid="([^"]+)"', text)

@@ -15,7 +15,7 @@ Paths = Annotated[tuple[pathlib.Path, ...], tyro.conf.arg(metavar="[PATH ...]", 
 
 @dataclasses.dataclass(frozen=True)
 class ReportConfig:
-    """Draw the results of `striped bench`, `plan`, `train` and `evaluate` on one self-contained HTML page.
+    """Draw the results of `striped bench`, `compile`, `plan`, `train` and `evaluate` on one self-contained HTML page.
 
     Every figure has a caption that explains it without knowledge of the paper, and names its result files. Figures
     without data are left out; the page lists the commands that produce the data.

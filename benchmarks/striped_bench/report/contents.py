@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from striped_bench.report import accuracy, balance, context, cost, speed, training
+from striped_bench.report import accuracy, balance, compiled, context, cost, speed, training
 from striped_bench.report.read import Document
 from striped_bench.report.section import WORDS, Finding, NoData, Section, make_section
 
@@ -13,6 +13,7 @@ _MAKERS: dict[str, Callable[[Sequence[Document]], Finding]] = {
     **{"trainers": training.trainers, "overhead": cost.overhead, "rates": cost.rates, "tiles": speed.tiles},
     **{f"masks{end}": functools.partial(speed.masks, platform=on) for end, on in (("", "cpu"), ("_gpu", "gpu"))},
     **{"decode": cost.traffic, "memory": cost.memory, "accuracy": accuracy.accuracy, "peers": cost.peers},
+    **{"compiled-memory": compiled.memory, "compiled-overlap": compiled.overlap},
     **{"validation": context.validation, "positions": context.positions, "needles": context.needles},
 }
 # These also draw plans, if asked to.
