@@ -24,7 +24,7 @@ LAYOUT = "striped(1)"  # the paper's
 
 def page(documents: list[Document]) -> str:
     """Return the whole page as Markdown."""
-    contents = gather(documents)
+    contents = gather(documents, plans=True)
     sections = {section.name: section for section in contents.sections}
     shown = ("speedup-gpu", "tiles", "steps", "kernels", "scaling")
     parts = [

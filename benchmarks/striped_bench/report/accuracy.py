@@ -3,8 +3,8 @@
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from striped_bench.report import figures
-from striped_bench.report.figures import Number
+from striped_bench.report.bars import dots
+from striped_bench.report.curves import Number
 from striped_bench.report.read import Document, of
 from striped_bench.report.section import Finding, some
 from striped_bench.report.text import plain
@@ -32,7 +32,7 @@ def accuracy(documents: Sequence[Document]) -> Finding:
         largest, checked = max(exact), "distributed attention in float32, with every layout"
         finding = f"In float32, distributed attention is exact to {largest:.1e} with every layout"
     numbers = {"finding": finding, "largest": largest, "checked": checked}
-    return Finding(numbers, sources, lambda: figures.dots(shown, "relative error (logarithmic)"))
+    return Finding(numbers, sources, lambda: dots(shown, "relative error (logarithmic)"))
 
 
 def _rows(where: str, what: str, error: str) -> Callable[[Document], Iterable[Row]]:

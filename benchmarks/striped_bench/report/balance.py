@@ -8,9 +8,9 @@ import numpy as np
 
 import striped_attention as sa
 from striped_attention.core.mask import Mask, packed
-from striped_bench.report import figures
+from striped_bench.report.maps import heat_maps, over_ideal, timelines
 from striped_bench.report.read import Document, of
-from striped_bench.report.section import Finding
+from striped_bench.report.section import Finding, NoData, some
 from striped_bench.report.text import plain, tokens
 
 DEVICES, LENGTH = 8, 65_536  # for counted work, if no result has any
@@ -18,17 +18,28 @@ Maps = dict[str, np.ndarray]
 Lines = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
-def work(documents: Sequence[Document]) -> Finding:
-    """Heat maps of work, device × step, with the layouts side by side."""
+def work(documents: Sequence[Document], plans: bool) -> Finding:
+    """Heat maps of work, device × step, with the layouts side by side.
+
+    Work is as measured and as in the files of `striped plan`; with `plans` it is also counted where there is no file.
+    """
     measured, sources = _measured(documents)
-    counted, plans = _planned(documents)
-    rows = [*measured, *(counted or _counted())]
-    paths = figures.over_ideal(rows[0][1])
+    counted, planned = _planned(documents)
+    if plans and not counted:
+        counted = _counted()
+    rows = some([*measured, *counted])
+    paths = over_ideal(rows[0][1])
     best = min(paths, key=lambda name: paths[name])
     base = f"contiguous takes {paths['contiguous']:.2f} times the ideal time" if "contiguous" in paths else "at best"
-    how = "Measured rows show seconds, counted rows show tiles." if measured else "The work is counted, in tiles."
-    numbers = {"finding": f"{base}, {best} {paths[best]:.2f}", "how": how}
-    return Finding(numbers, (*sources, *plans), lambda: figures.heat_maps(rows, "of this row"))
+    numbers = {"finding": f"{base}, {best} {paths[best]:.2f}", "how": _HOW[bool(measured), bool(counted)]}
+    return Finding(numbers, (*sources, *planned), lambda: heat_maps(rows, "of this row"))
+
+
+_HOW = {
+    (True, True): "Measured rows show seconds; counted rows show tiles, as striped plan counts them.",
+    (True, False): "The maps show measured seconds.",
+    (False, True): "The maps show tiles, as striped plan counts them; nothing was measured.",
+}
 
 
 def _measured(documents: Sequence[Document]) -> tuple[list[tuple[str, Maps]], list[Document]]:
@@ -70,15 +81,20 @@ def _counted() -> list[tuple[str, Maps]]:
     return found
 
 
-def timeline(documents: Sequence[Document]) -> Finding:
-    """Computing and idle time of each device, for contiguous and the best other layout."""
-    plans = [d for d in of(documents, "plan") if all(choice["timelines"] for choice in d.rows("choices"))][-1:]
-    lines, where = _recorded(plans[0]) if plans else _worked_out()
+def timeline(documents: Sequence[Document], plans: bool) -> Finding:
+    """Computing and idle time of each device, for contiguous and the best other layout.
+
+    They are those of the last file of `striped plan`; without a file, and with `plans`, of a plan made here.
+    """
+    files = [d for d in of(documents, "plan") if all(choice["timelines"] for choice in d.rows("choices"))][-1:]
+    if not (files or plans):
+        raise NoData
+    lines, where = _recorded(files[0]) if files else _worked_out()
     base, *others = (float((begin + lasts).max()) for begin, lasts in lines.values())
-    finding = "Contiguous is the best layout here"
+    finding = "contiguous is the best layout here"
     if others:
-        finding = f"Less idle time: the forward pass is {base / others[0]:.2f} times as fast as with contiguous"
-    return Finding({"finding": finding, "where": where}, plans, lambda: figures.timelines(lines))
+        finding = f"with less idle time the forward pass is {base / others[0]:.2f} times as fast as with contiguous"
+    return Finding({"finding": finding, "where": where}, files, lambda: timelines(lines))
 
 
 def _recorded(document: Document) -> tuple[Lines, str]:

@@ -15,7 +15,7 @@ Paths = Annotated[tuple[pathlib.Path, ...], tyro.conf.arg(metavar="[PATH ...]", 
 
 @dataclasses.dataclass(frozen=True)
 class ReportConfig:
-    """Draw the results of `striped bench`, `plan`, `train` and `evaluate` on one self-contained HTML page.
+    """Draw the results of `striped bench`, `compile`, `plan`, `train` and `evaluate` on one self-contained HTML page.
 
     Every figure has a caption that explains it without knowledge of the paper, and names its result files. Figures
     without data are left out; the page lists the commands that produce the data.
@@ -25,6 +25,9 @@ class ReportConfig:
     """Result files, folders of result files, or run folders of `striped train`. Default: benchmarks/results."""
     output: Annotated[pathlib.Path, tyro.conf.arg(metavar="PATH")] = pathlib.Path("report.html")
     """Path of the HTML page."""
+    plans: bool = False
+    """Also draw what is planned, not measured: counted work, and planned timelines, speed-ups and tokens per second.
+    Without PATH it is always drawn, as are files of `striped plan`."""
     figures: Path = None
     """Folder to which every figure is also written as PNG and SVG. Default: none."""
 
@@ -48,7 +51,9 @@ def run(config: ReportConfig) -> None:
     if all(document.benchmark not in KNOWN for document in documents):
         names = ", ".join(sorted({repr(document.benchmark) for document in documents}))
         raise UsageError(f"There is nothing to draw: no figure uses results of {names}. Known: {', '.join(KNOWN)}.")
-    contents = gather(documents)
+    contents = gather(documents, plans=config.plans or not config.results)
+    if not contents.sections:
+        raise UsageError("There is nothing to draw: no figure has enough results. --plans also draws what is planned.")
     try:
         config.output.parent.mkdir(parents=True, exist_ok=True)
         config.output.write_text(render(contents))

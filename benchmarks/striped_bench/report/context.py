@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from striped_bench.report import figures
-from striped_bench.report.figures import Number, Panel
+from striped_bench.report.curves import Line, Number, Panel, curves
+from striped_bench.report.maps import shares
 from striped_bench.report.read import Document, of
 from striped_bench.report.section import Finding, Row, some
 from striped_bench.report.text import tokens, words
@@ -25,7 +25,7 @@ def validation(documents: Sequence[Document]) -> Finding:
         panels.append(Panel(name, {f"step {step:,}": _line(rows[step]["by_position"]) for step in chosen}))
     first, *_, last = panels[-1].lines.values()
     numbers = {"run": names[-1], "length": tokens(last[-1][0]), "before": first[-1][1], "after": last[-1][1]}
-    return Finding(numbers, runs, lambda: figures.curves(panels, *_AXES, x_format=tokens))
+    return Finding(numbers, runs, lambda: curves(panels, *_AXES, x_format=tokens))
 
 
 def positions(documents: Sequence[Document]) -> Finding:
@@ -38,7 +38,7 @@ def positions(documents: Sequence[Document]) -> Finding:
     finding = f"{best} has a loss of {loss:.2f} with contexts of up to {tokens(length)} tokens"
     if others := [f"{line[-1][1]:.2f} of {name}" for name, line in lines.items() if name != best]:
         finding += f", against {words(others)}"
-    return Finding({"finding": finding}, models, lambda: figures.curves([Panel("", lines)], *_AXES, x_format=tokens))
+    return Finding({"finding": finding}, models, lambda: curves([Panel("", lines)], *_AXES, x_format=tokens))
 
 
 def needles(documents: Sequence[Document]) -> Finding:
@@ -48,13 +48,13 @@ def needles(documents: Sequence[Document]) -> Finding:
     maps = {name: _shares(one.rows("needle.cells")) for name, one in zip(names, models, strict=True)}
     parts = [f"{name} finds {_found(one.rows('needle.cells')):.0%}" for name, one in zip(names, models, strict=True)]
     draws = max(cell["draws"] for one in models for cell in one.rows("needle.cells"))
-    return Finding({"finding": words(parts), "draws": draws}, models, lambda: figures.shares(maps, tokens))
+    return Finding({"finding": words(parts), "draws": draws}, models, lambda: shares(maps, tokens))
 
 
 _AXES = ("context: visible tokens of the same document, up to", "loss per token")
 
 
-def _line(ranges: Sequence[Row]) -> figures.Line:
+def _line(ranges: Sequence[Row]) -> Line:
     return [(one["to"] + 1, one["loss"]) for one in ranges]
 
 

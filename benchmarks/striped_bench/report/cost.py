@@ -1,15 +1,14 @@
 """Cost: time, memory and traffic of attention and of everything else, and the time of other libraries."""
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from striped_bench.report import figures
-from striped_bench.report.figures import Point, panels
+from striped_bench.report.bars import Bar, stacks
+from striped_bench.report.curves import Point, curves, panels
 from striped_bench.report.read import Document, of
-from striped_bench.report.section import ATTENTION, STEP, Finding, Row, newest, ratio, some
-from striped_bench.report.style import CYCLE
-from striped_bench.report.text import plain, span, tokens
+from striped_bench.report.section import ATTENTION, STEP, Finding, Row, Table, newest, ratio, some
+from striped_bench.report.style import CYCLE, ENTRIES, of_layout
+from striped_bench.report.text import plain, span, tokens, words
 
 # Colours of the kinds of kernels in a profile (the kinds of `bench/profile.py`).
 KINDS = {
@@ -43,12 +42,12 @@ def kernels(documents: Sequence[Document]) -> Finding:
     shown = []
     for row in (rows := some(row for row in rows if row["where"])):
         parts = {kind: 100 * seconds / sum(row["where"].values()) for kind, seconds in row["where"].items()}
-        label = f"{row['each']:,} tokens per GPU, {row['members']} GPUs, {row['heads']}"
-        shown.append((label, parts, f"{100 * beside(row):.1f} % outside attention"))
+        label = f"{tokens(row['each'])} tokens per GPU, {row['members']} GPUs, {row['heads']}"
+        shown.append((label, parts, f"{100 * beside(row):.1f} %"))
     least, most = min(rows, key=beside), max(rows, key=beside)
     trend = ", less with more tokens per GPU" if least["each"] > most["each"] else ""
     numbers = {"least": 100 * beside(least), "most": 100 * beside(most), "trend": trend}
-    return Finding(numbers, sources, lambda: figures.stacks(shown, KINDS, "% of the time of a profiled run"))
+    return Finding(numbers, sources, lambda: stacks(shown, KINDS, "% of the time of a profiled run"))
 
 
 def steps(documents: Sequence[Document]) -> Finding:
@@ -63,37 +62,72 @@ def steps(documents: Sequence[Document]) -> Finding:
         whole = base.get(tuple(row[n] for n in STEP[:3]), row["seconds"])
         outside = 100 * row["outside_attention_seconds"] / whole
         parts = {"attention": 100 * row["seconds"] / whole - outside, "everything else": outside}
-        gain = "" if row["layout"] == "contiguous()" else f", {ratio(row):.2f}× (bound {row['step_bound']:.2f})"
-        label = f"{row['preset']}, {tokens(row['length'])} tokens on {row['members']}, {plain(row['layout'])}"
+        gain = "" if row["layout"] == "contiguous()" else f", {ratio(row):.2f}× of {row['step_bound']:.2f}"
+        label = f"{row['preset']}, {tokens(row['length'])} on {row['members']}, {plain(row['layout'])}"
         shown.append((label, parts, f"{row['seconds']:.2f} s{gain}"))
     rest = span((100 * (1 - row["attention_share"]) for row in striped), ".0f")
     colours = {"attention": "blue", "everything else": "yellow"}
     best = max(striped, key=ratio)
     where = f"{best['preset']} with {tokens(best['length'])} tokens on {best['members']} GPUs"
     numbers = {"times": span(ratio(row) for row in striped), "rest": rest, "best": ratio(best), "where": where}
-    return Finding(numbers, sources, lambda: figures.stacks(shown, colours, "% of the step with contiguous"))
+    return Finding(numbers, sources, lambda: stacks(shown, colours, "% of the step with contiguous"))
 
 
 def overhead(documents: Sequence[Document]) -> Finding:
-    """A training step by component, from the suite `overhead`."""
+    """A training step by component, from the suite `overhead`. The table lists every component."""
     rows, sources = newest(of(documents, "overhead"), "rows", ("length", "what"))
-    shown = []
+    shown, cells = [], []
     for length in sorted({row["length"] for row in some(rows)}):
         parts = {str(row["what"]): float(row["seconds"]) * row["times"] for row in rows if row["length"] == length}
         total = sum(parts.values())
         shares = {what: 100 * seconds / total for what, seconds in parts.items()}
-        shown.append((f"{length:,} tokens", shares, f"{total:,.3f} s"))
+        cells += [(f"{length:,}", what, f"{parts[what]:.3g} s", f"{shares[what]:.2g} %") for what in parts]
+        shown.append((f"{length:,} tokens", shares, f"{total:,.4g} s"))
     largest = max(shares, key=lambda what: shares[what])
-    colours = dict(zip(dict.fromkeys(row["what"] for row in rows), itertools.cycle((*CYCLE, "quiet"))))
+    drawn = _largest(shown)
+    colours = dict(zip(dict.fromkeys(what for _, parts, _ in drawn for what in parts), CYCLE, strict=False))
     numbers = {"length": length, "largest": largest, "share": shares[largest]}
-    return Finding(numbers, sources, lambda: figures.stacks(shown, colours, "% of the time"))
+    table = Table(("tokens", "component", "seconds per step", "share"), tuple(cells))
+    return Finding(numbers, sources, lambda: stacks(drawn, colours, "% of the time"), table)
 
 
-def throughput(documents: Sequence[Document]) -> Finding:
-    """Tokens per second over devices, from the suite `scale`: the best layout, for the first and the last model."""
-    key = ("preset", "length", "devices", "hardware", "layout", "measured")
-    rows, sources = newest(of(documents, "scale"), "rows", key)
-    planned = some(row for row in rows if not row["measured"] and row["hardware"] != "cpu")
+def _largest(rows: Sequence[Bar]) -> list[Bar]:
+    """Keep the largest parts of some bars, as many as a legend may have, and add up the others."""
+    names = list(dict.fromkeys(name for _, parts, _ in rows for name in parts))
+    if len(names) <= ENTRIES:
+        return list(rows)
+    order = sorted(names, key=lambda name: -max(parts.get(name, 0.0) for _, parts, _ in rows))
+    small = order[ENTRIES - 1 :]
+    drawn: list[Bar] = []
+    for label, parts, text in rows:
+        kept = {name: parts[name] for name in parts if name not in small}
+        others = sum(parts.get(name, 0.0) for name in small)
+        drawn.append((label, {**kept, words(sorted(small)): others}, text))
+    return drawn
+
+
+_RATE = ("preset", "length", "devices", "hardware", "layout", "measured")  # identify a row of the suite `scale`
+
+
+def rates(documents: Sequence[Document]) -> Finding:
+    """Tokens per second of attention by layout, as measured by the suite `scale`."""
+    rows, sources = newest(of(documents, "scale"), "rows", _RATE)
+    measured = some(row for row in rows if row["measured"])
+    points: list[Point] = [
+        (f"{r['preset']}, {r['devices']} × {r['hardware']}", plain(r["layout"]), r["length"], r["tokens_per_second"])
+        for r in measured
+    ]
+    best = max(measured, key=lambda row: (row["length"], row["tokens_per_second"]))
+    numbers = {"length": tokens(best["length"]), "layout": plain(best["layout"]), "rate": best["tokens_per_second"]}
+    names = "sequence length (tokens)", "tokens per second"
+    draw = lambda: curves(panels(points), *names, x_format=tokens, colours=of_layout, log_y=True)  # noqa: E731
+    return Finding(numbers, sources, draw)
+
+
+def throughput(documents: Sequence[Document], plans: bool) -> Finding:
+    """Planned tokens per second over devices, from the suite `scale`: the best layout, for the first and last model."""
+    rows, sources = newest(of(documents, "scale"), "rows", _RATE)
+    planned = some(row for row in rows if plans and not row["measured"] and row["hardware"] != "cpu")
     presets = list(dict.fromkeys(row["preset"] for row in planned))
     points: list[Point] = [
         (f"{r['preset']}, {r['hardware']}", f"{tokens(r['length'])} tokens", r["devices"], r["tokens_per_second"])
@@ -105,7 +139,7 @@ def throughput(documents: Sequence[Document]) -> Finding:
     short, long = next(iter(most)), list(most)[-1]
     gains = f"{long} run fastest on {most[long]:,} devices" + ("" if short == long else f", {short} on {most[short]:,}")
     numbers = {"first": first, "gains": gains, "compared": _as_measured(rows)}
-    return Finding(numbers, sources, lambda: figures.curves(shown, "devices", "tokens per second", log_y=True))
+    return Finding(numbers, sources, lambda: curves(shown, "devices", "tokens per second", log_y=True))
 
 
 def _as_measured(rows: list[Row]) -> str:
@@ -135,7 +169,7 @@ def traffic(documents: Sequence[Document]) -> Finding:
             points.append((panel, f"all{where}", row["devices"], row["wire_bytes"] / 1e3))
             points.append((panel, f"for attention{where}", row["devices"], row["attention_bytes"] / 1e3))
     most = max(row["wire_bytes"] for row in rows) / 1e3
-    draw = lambda: figures.curves(panels(points), "devices", "kB sent per token and device", floor=0.0)  # noqa: E731
+    draw = lambda: curves(panels(points), "devices", "kB sent per token and device", floor=0.0)  # noqa: E731
     return Finding({"most": most, "however": ", at any sequence length" if same else ""}, sources, draw)
 
 
@@ -155,7 +189,7 @@ def memory(documents: Sequence[Document]) -> Finding:
     shown = panels(some(points))
     finding = next(filter(None, map(_less_memory, compiled)), "Memory per device by sequence length")
     names = "sequence length (tokens)", "GiB per device"
-    draw = lambda: figures.curves(shown, *names, x_format=tokens, log_y=True)  # noqa: E731
+    draw = lambda: curves(shown, *names, x_format=tokens, log_y=True)  # noqa: E731
     return Finding({"finding": finding}, (*compiled, *sources), draw)
 
 
@@ -185,4 +219,4 @@ def peers(documents: Sequence[Document]) -> Finding:
     if gains:
         finding = f"The fastest other JAX library takes {span(gains, '.1f')} times as long on a CPU"
     names, shown = ("sequence length (tokens)", "seconds"), panels(some(points), choose=min)
-    return Finding({"finding": finding}, [last], lambda: figures.curves(shown, *names, x_format=tokens, log_y=True))
+    return Finding({"finding": finding}, [last], lambda: curves(shown, *names, x_format=tokens, log_y=True))

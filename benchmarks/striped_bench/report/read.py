@@ -37,6 +37,8 @@ class Document(NamedTuple):
         known, options = self.content.get("hardware") or {}, self.content["configuration"]
         if self.benchmark == "plan":
             return f"counted for {options.get('devices')} × {known.get('name')}"
+        if self.benchmark == "compile":
+            return f"compiled for {self.content.get('devices')} × {self.content.get('device')}"
         if self.benchmark == "tests" and options.get("devices"):
             return ", ".join(dict.fromkeys(options["devices"]))
         devices = self.content.get("devices") or {}

@@ -7,8 +7,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 import striped_attention as sa
-from striped_bench.report import figures
-from striped_bench.report.figures import Line, Panel, Point, panels
+from striped_bench.report.bars import groups
+from striped_bench.report.curves import Line, Panel, Point, curves, panels
 from striped_bench.report.read import Document, of
 from striped_bench.report.section import ATTENTION, PAPER, STEP, Finding, bound, newest, ratio, some
 from striped_bench.report.style import of_layout
@@ -20,7 +20,7 @@ TIMES = "speed-up over contiguous"
 
 def _curves(shown: Sequence[Panel], x_label: str, **more: Any) -> Callable[[], Figure]:
     """Plot speed-ups, from 1 upwards, with their bound."""
-    return lambda: figures.curves(shown, x_label, TIMES, floor=1.0, **more)
+    return lambda: curves(shown, x_label, TIMES, floor=1.0, **more)
 
 
 def gpus(documents: Sequence[Document]) -> Finding:
@@ -83,8 +83,8 @@ def _wall(document: Document) -> list[tuple[int, str, int, float]]:
     return [(devices, x, int(n), float(row["both"][times])) for n, layouts in lengths for x, row in layouts.items()]
 
 
-def scaling(documents: Sequence[Document]) -> Finding:
-    """Speed-up over devices: measured rings, and larger ones as planned."""
+def scaling(documents: Sequence[Document], plans: bool) -> Finding:
+    """Speed-up over devices: measured rings, and with `plans` larger ones as planned."""
     rows, sources = newest(of(documents, "gpu"), "summary", ATTENTION)
     measured: dict[int, Line] = {}
     for row in rows:
@@ -95,11 +95,17 @@ def scaling(documents: Sequence[Document]) -> Finding:
         name = " to ".join(dict.fromkeys((tokens(single[0]), tokens(single[-1]))))
         lines[f"measured, {name} tokens"] = [measured[n][0] for n in single]
     shrinks = any(max(points)[1] < max(y for _, y in points) for points in some(lines.values()))
-    lines["planned, 32k tokens per device"] = planned = planned_scaling()
+    times, most = max((y, x) for points in lines.values() for x, y in points)
+    finding, how = f"The speed-up by the number of devices is up to {times:.2f} times, on {most} devices", ""
+    if plans:
+        lines["planned, 32k tokens per device"] = planned = planned_scaling()
+        most, times = planned[-1]
+        finding = "With 32k tokens per device the planned speed-up grows with the ring, "
+        finding += f"to {times:.2f} times on {most:.0f} devices"
+        how = " The planned line is what striped plan expects of H200s, transfers included, and was not measured."
     devices = sorted({x for points in lines.values() for x, _ in points})
     panel = Panel("attention, striped(1)", lines, [(n, bound(n)) for n in devices])
-    numbers: dict[str, Any] = {"shrinks": "; with short sequences it shrinks" if shrinks else ""}
-    numbers |= {"devices": planned[-1][0], "times": planned[-1][1]}
+    numbers = {"finding": finding, "shrinks": "; with short sequences it shrinks" if shrinks else "", "how": how}
     return Finding(numbers, sources, _curves([panel], "devices in the ring"))
 
 
@@ -150,4 +156,4 @@ def masks(documents: Sequence[Document], platform: str) -> Finding:
     if len(set(wins.values())) == 1:
         finding = f"{best} gains most under every mask"
     numbers = {"finding": finding, "length": length, "devices": devices}
-    return Finding(numbers, sources, lambda: figures.groups(bars, bounds, TIMES, of_layout))
+    return Finding(numbers, sources, lambda: groups(bars, bounds, TIMES, of_layout))

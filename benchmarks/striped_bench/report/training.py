@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from striped_bench.report import figures
+from striped_bench.report.bars import groups
 from striped_bench.report.read import Document, of
 from striped_bench.report.section import Finding, Row, Table, some
 from striped_bench.report.text import span, tokens
@@ -34,7 +34,7 @@ def trainers(documents: Sequence[Document]) -> Finding:
             group[row["trainer"]] = row["tokens_per_second"]
     some(rate for group in bars.values() for rate in group)
     sources = list({str(document.path): document for _, document in rows}.values())
-    draw = lambda: figures.groups(bars, {}, "tokens per second", COLOURS.__getitem__, form=",.0f")  # noqa: E731
+    draw = lambda: groups(bars, {}, "tokens per second", COLOURS.__getitem__, form=",.0f")  # noqa: E731
     table = Table(HEAD, tuple(_cells(row, document) for row, document in rows))
     return Finding({"finding": _finding([row for row, _ in rows])}, sources, draw, table)
 
