@@ -13,7 +13,7 @@ import numpy as np
 
 from striped_attention import huggingface
 from striped_attention.core.oracle import dense_attention
-from striped_attention.models.llama import after, before, logits, scale_embedding, split_layer
+from striped_attention.models.layers import after, before, logits, scale_embedding, split_layer
 from striped_attention.models.rotary import RopeScaling
 
 LENGTH, VOCABULARY, END = 48, 61, 7

@@ -23,7 +23,8 @@ from striped_attention.kernels import cudnn as kernel_cudnn
 from striped_attention.kernels import xla as kernel_xla
 from striped_attention.kernels.choice import KERNELS
 from striped_attention.kernels.cudnn import binding as cudnn
-from striped_attention.models import llama as model
+from striped_attention.models import llama
+from striped_attention.models.config import PRESETS
 from striped_attention.options import parse_mask
 from striped_attention.runtime.hardware import hardware_of
 from striped_attention.strategies import exchange
@@ -331,7 +332,7 @@ def test_with_stand_ins_a_member_computes_from_nothing_but_its_own(strategy, tex
 @pytest.mark.usefixtures("compiled_in_a_hurry")
 def test_the_step_without_attention_keeps_all_products_of_weights(monkeypatch):
     """All matrix products remain even with one chunk and as many key as query heads, the easiest case to optimise."""
-    monkeypatch.setitem(model.PRESETS, "debug", dataclasses.replace(model.PRESETS["debug"], kv_heads=4))
+    monkeypatch.setitem(PRESETS, "debug", dataclasses.replace(PRESETS["debug"], kv_heads=4))
     case = CASE._replace(members=2, chunk=128, devices=CASE.devices[:2])
     program = case.program("contiguous", rank=1, attend=step.without_attention)
     weights, inputs = program.fresh_state().weights, program.place(step._batch(program))
@@ -356,7 +357,7 @@ def cheap_attention(q, k, v, *, axis_name, layout, length, **_):
 
 @pytest.mark.usefixtures("compiled_in_a_hurry")
 def test_a_row_has_the_times_of_one_program_and_the_memory_and_transfers_of_another(monkeypatch):
-    monkeypatch.setattr(model, "attention_shard", cheap_attention)
+    monkeypatch.setattr(llama, "attention_shard", cheap_attention)
     row = next(step.measure_case(CASE._replace(room=1e9)))
     case = {"preset": "debug", "length": 256, "members": 4, "layout": "contiguous()", "rank": 3}
     assert {name: row[name] for name in case} == case
@@ -369,7 +370,7 @@ def test_a_row_has_the_times_of_one_program_and_the_memory_and_transfers_of_anot
     assert row["transfers"] == 4, "k, v and their gradients; nothing is recomputed"
     hop = 2 * 64 * 2 * 32 * 2  # k and v of 64 tokens, 2 heads of 32, in bf16
     assert row["wire_bytes"]["keys and values, forward"] == 2 * 3 * hop, "2 layers, 3 hops"
-    state = 3 * 4 * sum(math.prod(shape) for shape in jax.tree.leaves(model.PRESETS["debug"].shapes, is_leaf=is_shape))
+    state = 3 * 4 * sum(math.prod(shape) for shape in jax.tree.leaves(PRESETS["debug"].shapes, is_leaf=is_shape))
     assert state / 4 < row["needed_bytes"] < 20 * state
     rate = hardware_of("cpu").interconnect
     assert sum(row["wire_bytes"].values()) / rate < row["planned_transfer_seconds"] < 0.1, "plus 20 µs per message"
@@ -578,8 +579,8 @@ def test_the_suite_step_writes_every_row_and_a_summary(capsys, monkeypatch, tmp_
 
 
 def test_a_model_that_the_kernel_cannot_do_is_refused_before_anything_is_measured(monkeypatch):
-    wide = dataclasses.replace(model.PRESETS["1b"], heads=8, kv_heads=8)  # head dim 256
-    monkeypatch.setitem(model.PRESETS, "1b", wide)
+    wide = dataclasses.replace(PRESETS["1b"], heads=8, kv_heads=8)  # head dim 256
+    monkeypatch.setitem(PRESETS, "1b", wide)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     message = "--presets 1b --strategies ring: Kernel 'cudnn' cannot do this: It needs a head dim"
     with pytest.raises(UsageError, match=message) as caught:

@@ -18,7 +18,7 @@ import striped_attention as sa
 from striped_attention.cli import main
 from striped_attention.core.mask import causal
 from striped_attention.errors import UsageError
-from striped_attention.models.llama import PRESETS
+from striped_attention.models.config import PRESETS
 from striped_attention.options import parse_mask
 from tests.team import Here
 

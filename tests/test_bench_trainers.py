@@ -11,7 +11,7 @@ from striped_bench.bench.workers import WorkerError
 
 from striped_attention.cli import main
 from striped_attention.core.mask import packed
-from striped_attention.models.llama import PRESETS, ModelConfig
+from striped_attention.models.config import PRESETS, ModelConfig
 from striped_attention.runtime.record import version
 
 

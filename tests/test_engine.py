@@ -17,7 +17,9 @@ from striped_attention.generation.engine import Engine
 from striped_attention.generation.fused import fuse
 from striped_attention.generation.programs import Options
 from striped_attention.generation.sample import NO_TOKEN, Sampling, choose, logprobs
-from striped_attention.models.llama import ModelConfig, after, before, init, logits, split_layer
+from striped_attention.models.config import ModelConfig
+from striped_attention.models.layers import after, before, logits, split_layer
+from striped_attention.models.llama import init
 from striped_attention.models.stages import AXES
 from striped_attention.runtime.schedule import traffic
 

@@ -26,7 +26,7 @@ from striped_attention.errors import UsageError
 from striped_attention.generation import loading
 from striped_attention.generation.engine import Engine
 from striped_attention.generation.programs import Options
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 from striped_attention.models.stages import AXES
 from striped_attention.runtime.mesh import make_mesh
 from striped_attention.training.source import find

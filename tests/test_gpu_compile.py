@@ -21,7 +21,7 @@ from striped_attention.generation.programs import Newest, Options, Programs
 from striped_attention.generation.sample import Sampling
 from striped_attention.kernels.contract import Block
 from striped_attention.kernels.hopper import kernel
-from striped_attention.models.llama import PRESETS
+from striped_attention.models.config import PRESETS
 from striped_attention.models.stages import AXES
 from striped_attention.runtime.compiler import GPU_OPTIONS
 from striped_attention.runtime.schedule import traffic, transfers

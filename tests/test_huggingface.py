@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from striped_attention import huggingface
 from striped_attention.errors import UsageError
 from striped_attention.huggingface.config import config_json
-from striped_attention.models.llama import PRESETS, ModelConfig
+from striped_attention.models.config import PRESETS, ModelConfig
 from striped_attention.models.rotary import RopeScaling
 from tests.families import (
     LLAMA3,

@@ -14,7 +14,8 @@ from striped_attention import huggingface
 from striped_attention.generation import room
 from striped_attention.generation.fused import fuse
 from striped_attention.generation.loading import load
-from striped_attention.models.llama import PRESETS, ModelConfig, init
+from striped_attention.models.config import PRESETS, ModelConfig
+from striped_attention.models.llama import init
 from striped_attention.models.stages import AXES
 from striped_attention.training.source import find
 from tests.chat_model import write_model

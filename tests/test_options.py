@@ -17,7 +17,7 @@ from striped_attention.errors import UsageError
 from striped_attention.evaluation.config import EvaluateConfig
 from striped_attention.evaluation.forward import plain_config
 from striped_attention.generation.config import GenerateConfig
-from striped_attention.models.llama import PRESETS
+from striped_attention.models.config import PRESETS
 from striped_attention.training.config import TrainConfig
 
 ROOT = pathlib.Path(__file__).parent.parent

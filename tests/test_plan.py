@@ -14,7 +14,7 @@ import striped_attention as sa
 from striped_attention.core.layout import parse_layout
 from striped_attention.core.mask import packed
 from striped_attention.kernels import cudnn, xla
-from striped_attention.models.llama import PRESETS, ModelConfig
+from striped_attention.models.config import PRESETS, ModelConfig
 from striped_attention.options import parse_mask
 from striped_attention.planning.cost import matrix_flops
 from striped_attention.planning.plan import MATRIX_EFFICIENCY, MEASURED_REMAT, MOST_DEVICES

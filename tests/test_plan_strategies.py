@@ -16,7 +16,7 @@ from striped_attention import cli
 from striped_attention.core.mask import packed
 from striped_attention.kernels import xla
 from striped_attention.kernels.tiles import tile_spans
-from striped_attention.models.llama import PRESETS
+from striped_attention.models.config import PRESETS
 from striped_attention.options import parse_length
 from striped_attention.planning.work import count_tiles
 from striped_attention.runtime.hardware import HARDWARE

@@ -16,7 +16,7 @@ from striped_attention.core.oracle import dense_attention
 from striped_attention.errors import UsageError
 from striped_attention.generation.config import GenerateConfig
 from striped_attention.kernels import cudnn
-from striped_attention.models.llama import PRESETS
+from striped_attention.models.config import PRESETS
 from tests.compare import factorings
 from tests.test_cache import BATCH, LAYOUTS, assert_close, empty, text, truth
 

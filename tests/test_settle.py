@@ -10,7 +10,7 @@ import striped_attention as sa
 from striped_attention import cli
 from striped_attention.errors import UsageError
 from striped_attention.kernels.cudnn import binding
-from striped_attention.models.llama import PRESETS
+from striped_attention.models.config import PRESETS
 from striped_attention.planning.cost import estimate
 from striped_attention.strategies.strategy import candidates
 from striped_attention.training import settle as settle_module

@@ -20,7 +20,7 @@ from striped_attention import cli, data, huggingface
 from striped_attention.errors import UsageError
 from striped_attention.generation.weights import import_model
 from striped_attention.huggingface.config import config_json
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 from striped_attention.models.rotary import RopeScaling
 from striped_attention.models.stages import AXES
 from striped_attention.runtime.mesh import make_mesh

@@ -17,7 +17,7 @@ import pytest
 import striped_attention as sa
 from striped_attention import cli, data
 from striped_attention.errors import UsageError
-from striped_attention.models.llama import PRESETS
+from striped_attention.models.config import PRESETS
 from striped_attention.training import start
 from striped_attention.training.config import TrainConfig
 

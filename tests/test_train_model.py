@@ -12,7 +12,8 @@ import pytest
 import striped_attention as sa
 from striped_attention import data
 from striped_attention.core.oracle import control_attention
-from striped_attention.models.llama import PRESETS, ModelConfig, rotary
+from striped_attention.models.config import PRESETS, ModelConfig
+from striped_attention.models.rotary import rotary
 from striped_attention.planning.cost import estimate
 from striped_attention.training.config import TrainConfig
 from striped_attention.training.step import Program

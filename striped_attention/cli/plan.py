@@ -18,7 +18,7 @@ from striped_attention.core.mask import Mask, packed
 from striped_attention.errors import UsageError
 from striped_attention.kernels.choice import KERNELS
 from striped_attention.kernels.rates import BACKWARD
-from striped_attention.models.llama import PRESETS
+from striped_attention.models.config import PRESETS
 from striped_attention.options import Path, Texts, Whole, parse_layouts, parse_length
 from striped_attention.planning.cost import gigabytes
 from striped_attention.planning.plan import SAME, Choice, Plan

@@ -18,7 +18,7 @@ from striped_attention.evaluation.config import EvaluateConfig
 from striped_attention.evaluation.forward import Answering, AnyForward, fitting, make_program, plain_config
 from striped_attention.evaluation.needle import Cell, Haystacks
 from striped_attention.generation import text
-from striped_attention.models.llama import Weights
+from striped_attention.models.config import Weights
 from striped_attention.options import check_output
 from striped_attention.runtime.mesh import make_mesh
 from striped_attention.runtime.record import metadata, write

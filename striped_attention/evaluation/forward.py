@@ -17,7 +17,9 @@ from jaxtyping import Array
 
 from striped_attention.errors import UsageError
 from striped_attention.evaluation.config import EvaluateConfig
-from striped_attention.models.llama import ModelConfig, last_layer, logits, loss_chunk
+from striped_attention.models.config import ModelConfig
+from striped_attention.models.layers import logits
+from striped_attention.models.llama import last_layer, loss_chunk
 from striped_attention.models.stages import AXES, stage
 from striped_attention.options import parse_asked
 from striped_attention.planning import budget

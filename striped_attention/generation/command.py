@@ -28,7 +28,7 @@ from striped_attention.generation.prompts import Chat, Prompt, encode, opening, 
 from striped_attention.generation.run import LOGPROBS, RESULTS, Ends, Run, progress
 from striped_attention.generation.settings import Settings, settle
 from striped_attention.huggingface.writing import BESIDE
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 from striped_attention.models.stages import AXES
 from striped_attention.options import check_output
 from striped_attention.planning.cost import gigabytes

@@ -15,7 +15,7 @@ from striped_attention.errors import UsageError
 from striped_attention.inference.attention import prefill_requests
 from striped_attention.kernels.choice import choose, choose_stripes
 from striped_attention.kernels.contract import Request
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 from striped_attention.options import (
     Count,
     Number,

@@ -22,7 +22,7 @@ from striped_attention.generation.programs import EVERYWHERE, Options, Programs,
 from striped_attention.generation.room import coarse
 from striped_attention.generation.sample import NO_TOKEN, Logprobs, Sampling, Step
 from striped_attention.inference.cache import KVCache
-from striped_attention.models.llama import ModelConfig, Weights
+from striped_attention.models.config import ModelConfig, Weights
 from striped_attention.models.stages import AXES
 
 Numbers = Sequence[Any] | np.ndarray  # integers

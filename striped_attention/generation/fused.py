@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from striped_attention.models.llama import ModelConfig, Weights
+from striped_attention.models.config import ModelConfig, Weights
 from striped_attention.models.stages import AXES
 
 P = PartitionSpec

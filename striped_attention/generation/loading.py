@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from striped_attention.generation.fused import fuse, fused_shapes
 from striped_attention.huggingface import Files
-from striped_attention.models.llama import ModelConfig, Weights
+from striped_attention.models.config import ModelConfig, Weights
 from striped_attention.training.arrays import Say, place, read_stacked
 from striped_attention.training.source import Source
 

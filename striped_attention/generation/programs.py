@@ -25,16 +25,8 @@ from striped_attention.generation.fused import fused_shapes
 from striped_attention.generation.sample import NO_TOKEN, Sampling, choose, logprobs
 from striped_attention.inference.attention import decode_attention, prefill_attention_shard
 from striped_attention.inference.cache import KVCache
-from striped_attention.models.llama import (
-    ModelConfig,
-    Weights,
-    after,
-    before,
-    logits,
-    lookup,
-    scale_embedding,
-    split_layer,
-)
+from striped_attention.models.config import ModelConfig, Weights
+from striped_attention.models.layers import after, before, logits, lookup, scale_embedding, split_layer
 from striped_attention.models.stages import AXES, stage
 from striped_attention.runtime.compiler import compiler_options
 from striped_attention.strategies.strategy import AUTO, Strategy

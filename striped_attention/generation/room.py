@@ -13,7 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 
 LEAST, LARGEST = 1024, 65_536  # tokens of a chunk: in all, and per device
 STAGE = 8192  # tokens of all sequences that a stage processes at a time

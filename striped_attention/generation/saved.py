@@ -39,7 +39,7 @@ from striped_attention.generation.text import Bytes, Tokenizer
 from striped_attention.huggingface import stream
 from striped_attention.huggingface.weight import CODES
 from striped_attention.inference.cache import KVCache
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 from striped_attention.training.arrays import Say, place
 
 FORMAT = "striped_attention cache 1"

@@ -12,7 +12,7 @@ from striped_attention.errors import UsageError
 from striped_attention.huggingface.families import FAMILIES, Family, kind_of
 from striped_attention.huggingface.rope import FULL, SLIDING, read_rope, rope_json
 from striped_attention.huggingface.said import Said, read_json
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 GEMMA = ("gemma2", "gemma3_text")

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from striped_attention.errors import UsageError
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)

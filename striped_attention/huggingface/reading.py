@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from striped_attention.errors import UsageError
 from striped_attention.huggingface.said import read_json
 from striped_attention.huggingface.weight import CODES, OUTSIDE, Named, Weight, weights
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 
 EMBEDDING, HEAD = (f"{OUTSIDE[name]}.weight" for name in ("embedding", "unembedding"))
 SAME = "Do both belong to the same model?"

@@ -9,7 +9,7 @@ from typing import Any
 
 from striped_attention.huggingface.families import FAMILIES
 from striped_attention.huggingface.said import Said
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 from striped_attention.models.rotary import ROPE_SCALINGS, RopeScaling
 
 SLIDING, FULL = "sliding_attention", "full_attention"

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 
 Named = tuple[str, int | None, np.ndarray]  # our name, the layer or None, the array
 

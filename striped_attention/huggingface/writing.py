@@ -18,7 +18,7 @@ from striped_attention.errors import UsageError
 from striped_attention.huggingface import stream
 from striped_attention.huggingface.config import config_json
 from striped_attention.huggingface.weight import CODES, Named, Weight, by_key, weights
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 
 DTYPES = {name: stream.DTYPES[code] for name, code in CODES.items()}
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # files beside a tokenizer.json

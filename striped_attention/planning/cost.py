@@ -15,7 +15,8 @@ from striped_attention.core.layout import Layout
 from striped_attention.core.mask import Mask
 from striped_attention.kernels.choice import KERNELS
 from striped_attention.kernels.contract import make_request
-from striped_attention.models.llama import ModelConfig, loss_chunk
+from striped_attention.models.config import ModelConfig
+from striped_attention.models.llama import loss_chunk
 from striped_attention.strategies.messages import FLOAT32, Messages
 from striped_attention.strategies.strategy import Strategy
 from striped_attention.strategies.workload import adapted, messages_of

@@ -18,7 +18,8 @@ from striped_attention.core.layout import BASELINE, Layout, check_whole
 from striped_attention.core.layout import candidates as candidate_layouts
 from striped_attention.core.mask import Mask, causal
 from striped_attention.kernels import choice as kernels
-from striped_attention.models.llama import PRESETS, REMAT, ModelConfig
+from striped_attention.models.config import PRESETS, ModelConfig
+from striped_attention.models.llama import REMAT
 from striped_attention.planning import budget
 from striped_attention.planning.cost import (
     attention_flops,
@@ -130,7 +131,7 @@ def plan(
       hardware: a name in `striped_attention.runtime.hardware.HARDWARE`, or a `Hardware` of your own.
       devices_per_node: number of consecutive devices, in a node or pod, that share the fast interconnect. Default: the
         hardware's `group`, 8 for GPUs.
-      model: a name in `striped_attention.models.llama.PRESETS`, or a `ModelConfig` of your own.
+      model: a name in `striped_attention.models.config.PRESETS`, or a `ModelConfig` of your own.
       layouts: layouts to compare; contiguous is always included. Default: stripes of 1, 256 and 1024 tokens, and
         zigzag, where the kernel supports them.
       strategies: strategies to compare with a ring, as in `attention`. Default: heads split or keys gathered among all

@@ -7,7 +7,7 @@ import jax
 from striped_attention.core.layout import BASELINE, Layout
 from striped_attention.core.mask import Mask
 from striped_attention.kernels.contract import make_request
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 from striped_attention.planning.budget import AUTO
 from striped_attention.runtime.hardware import Hardware
 from striped_attention.strategies.strategy import RING, Strategy

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from striped_attention.errors import UsageError
 from striped_attention.huggingface import Files
-from striped_attention.models.llama import Weights
+from striped_attention.models.config import Weights
 from striped_attention.training.checkpoint import checksums, damage, out_of_memory
 from striped_attention.training.source import Source
 from striped_attention.training.storage import read_arrays

@@ -24,7 +24,7 @@ from jax import lax
 
 from striped_attention._version import __version__
 from striped_attention.errors import UsageError
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 from striped_attention.training.step import State
 from striped_attention.training.storage import open_steps, read_arrays
 

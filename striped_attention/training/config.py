@@ -17,7 +17,7 @@ from striped_attention.data import Columns, Data, Named, all_raw, check, kept_to
 from striped_attention.errors import UsageError
 from striped_attention.kernels.choice import choose_stripes, layouts_for
 from striped_attention.kernels.contract import Request, make_request
-from striped_attention.models.llama import PRESETS, ModelConfig
+from striped_attention.models.config import PRESETS, ModelConfig
 from striped_attention.options import Length, Number, Path, Paths, Sources, Text, Whole, check_at_least, check_shared
 from striped_attention.runtime.hardware import HARDWARE, Hardware, hardware_of
 from striped_attention.strategies.strategy import AUTO, Strategy, exchanged, parse_strategy, resolve

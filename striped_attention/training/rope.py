@@ -15,7 +15,7 @@ import math
 from typing import Any
 
 from striped_attention.errors import UsageError
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 from striped_attention.models.rotary import RopeScaling
 from striped_attention.options import parse_length
 

@@ -20,7 +20,7 @@ from striped_attention.huggingface import read_config
 from striped_attention.huggingface.config import IDS
 from striped_attention.huggingface.said import read_json
 from striped_attention.huggingface.writing import GENERATION
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 from striped_attention.training import rope
 from striped_attention.training.checkpoint import FORMAT, damage
 from striped_attention.training.folder import TOKENIZER

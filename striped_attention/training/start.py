@@ -16,7 +16,7 @@ from striped_attention.data import Named, kept_tokenizer, need_tokenizer
 from striped_attention.data.tokenizer import open_tokenizer, tokens_of
 from striped_attention.errors import UsageError
 from striped_attention.huggingface.writing import BESIDE, GENERATION
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 from striped_attention.options import OF_A_START
 from striped_attention.training import arrays, rope
 from striped_attention.training.config import TrainConfig

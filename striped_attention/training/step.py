@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import striped_attention as sa
 from striped_attention.core.mask import Mask
 from striped_attention.data import Batch
-from striped_attention.models.llama import Compute, ModelConfig, init, weighted_loss
+from striped_attention.models.config import ModelConfig
+from striped_attention.models.llama import Compute, init, weighted_loss
 from striped_attention.models.stages import AXES
 from striped_attention.runtime.compiler import compiler_options
 from striped_attention.training.config import TrainConfig

@@ -33,7 +33,7 @@ from striped_attention.generation.engine import Engine
 from striped_attention.generation.fused import fuse
 from striped_attention.generation.programs import BLOCK, Options
 from striped_attention.generation.sample import Sampling
-from striped_attention.models.llama import PRESETS, ModelConfig
+from striped_attention.models.config import PRESETS, ModelConfig
 from striped_attention.models.stages import AXES
 from striped_attention.options import parse_layouts
 from striped_attention.runtime.schedule import traffic

@@ -28,7 +28,8 @@ from striped_attention.core.layout import Layout
 from striped_attention.core.mask import causal
 from striped_attention.core.partial import merge
 from striped_attention.kernels.choice import KERNELS
-from striped_attention.models import llama as model
+from striped_attention.models import layers
+from striped_attention.models.config import PRESETS, ModelConfig
 from striped_attention.models.stages import AXES, stage
 from striped_attention.options import parse_layouts
 from striped_bench.bench import problem
@@ -49,7 +50,7 @@ def overhead(options: Options, result: Record) -> Progress:
     result |= {"checks": [], "rows": []}
     names = ("presets", "members", "lengths", "layouts")
     for preset, devices, length, layout in itertools.product(*(options[name] for name in names)):
-        config, (chosen,) = model.PRESETS[preset], parse_layouts([layout])
+        config, (chosen,) = PRESETS[preset], parse_layouts([layout])
         ring = {"preset": preset, "devices": devices, "length": length, "layout": repr(chosen)}
         case = {"config": config, "layout": chosen, "devices": devices, "length": length}
         with Team(Layer, [set(pick_cores(1))], **case) as team:
@@ -69,7 +70,7 @@ def overhead(options: Options, result: Record) -> Progress:
 class Layer:
     """The object in a process with its own core: the last device of a ring, and the components of a layer."""
 
-    def __init__(self, config: model.ModelConfig, layout: Layout, devices: int, length: int, **_: Any) -> None:
+    def __init__(self, config: ModelConfig, layout: Layout, devices: int, length: int, **_: Any) -> None:
         jax.config.update("jax_platforms", "cpu")
         shape = problem.Shape(config.heads, config.kv_heads, config.head_dim, "float32")
         self.last, self.case = devices - 1, Case(layout, causal(), devices, length, shape=shape)
@@ -104,8 +105,8 @@ class Layer:
         return {what: statistics.median(samples) for what, samples in found.items()}
 
 
-def make_stages(config: model.ModelConfig, slots: int) -> tuple[Parts, Parts]:
-    """Make the token-wise components of a layer and the loss (`models/llama.py`), staged and unstaged."""
+def make_stages(config: ModelConfig, slots: int) -> tuple[Parts, Parts]:
+    """Make the token-wise components of a layer and the loss (`models/layers.py`), staged and unstaged."""
     shapes = {name: shape[1:] for name, shape in config.shapes["layers"].items()}
     shapes |= {name: config.shapes[name] for name in ("norm", "unembedding")}
     random = np.random.default_rng(0)
@@ -115,9 +116,9 @@ def make_stages(config: model.ModelConfig, slots: int) -> tuple[Parts, Parts]:
     x, attended = normal(1, slots, config.dim), normal(1, slots, config.heads, config.head_dim)
     whole = jnp.asarray(random.integers(0, config.vocabulary, (1, slots), np.int32))
     inputs: dict[str, Any] = {
-        "projections": (model.before, pick("attention_norm", "query", "key", "value"), x, whole),
-        "feed-forward": (model.after, pick("output", "ffn_norm", "gate", "up", "down"), (x, attended), ()),
-        "loss": (model.losses, pick("norm", "unembedding"), x, whole),
+        "projections": (layers.before, pick("attention_norm", "query", "key", "value"), x, whole),
+        "feed-forward": (layers.after, pick("output", "ffn_norm", "gate", "up", "down"), (x, attended), ()),
+        "loss": (layers.losses, pick("norm", "unembedding"), x, whole),
     }
     staged: Parts = {}
     plain: Parts = {}

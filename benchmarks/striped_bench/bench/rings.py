@@ -17,7 +17,7 @@ from typing import Any
 
 import striped_attention as sa
 from striped_attention.core.layout import Layout
-from striped_attention.models.llama import PRESETS
+from striped_attention.models.config import PRESETS
 from striped_attention.options import parse_layouts, parse_mask
 from striped_attention.planning.work import count_tiles
 from striped_bench.bench import blocks, problem

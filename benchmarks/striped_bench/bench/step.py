@@ -32,7 +32,7 @@ from striped_attention import data
 from striped_attention.core.mask import Mask, causal, packed
 from striped_attention.errors import UsageError
 from striped_attention.kernels.choice import choose
-from striped_attention.models.llama import PRESETS
+from striped_attention.models.config import PRESETS
 from striped_attention.models.stages import AXES
 from striped_attention.planning.cost import attention_flops, estimate, matrix_flops
 from striped_attention.planning.setting import Setting

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from striped_attention.models.llama import ModelConfig
+from striped_attention.models.config import ModelConfig
 
 
 class Norm(nn.Module):

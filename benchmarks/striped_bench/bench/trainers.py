@@ -23,7 +23,7 @@ import numpy as np
 from striped_attention import huggingface
 from striped_attention.core.mask import packed
 from striped_attention.data import Batch
-from striped_attention.models.llama import PRESETS
+from striped_attention.models.config import PRESETS
 from striped_attention.models.stages import AXES
 from striped_attention.planning.cost import attention_flops, matrix_flops
 from striped_attention.runtime.hardware import memory_in_use, peak_flops
