@@ -12,7 +12,9 @@ from striped_attention.core.mask import causal as causal
 from striped_attention.core.mask import documents as documents
 from striped_attention.core.mask import full as full
 from striped_attention.core.mask import prefix as prefix
+from striped_attention.core.mask import ranges as ranges
 from striped_attention.core.mask import sliding_window as sliding_window
+from striped_attention.core.mask import window as window
 from striped_attention.core.partial import Partial as Partial
 from striped_attention.core.partial import merge as merge
 from striped_attention.errors import SlowKernelWarning as SlowKernelWarning

@@ -21,6 +21,7 @@ from striped_attention.core.bias import Bias
 from striped_attention.core.checks import check_positions, poison
 from striped_attention.core.layout import AxisName, Layout, check_axis, count_devices
 from striped_attention.core.mask import Mask
+from striped_attention.core.partial import Partial
 from striped_attention.kernels.choice import check_name, choose
 from striped_attention.kernels.contract import make_request
 from striped_attention.runtime.sharding import (
@@ -58,6 +59,7 @@ def attention(
     deterministic: bool = False,
     length: int | None = None,
     positions: Int[Array | np.ndarray, "*rows length"] | None = None,
+    return_lse: bool = False,
 ) -> Float[Array, "batch length heads dim"]:
     """Compute exact attention over sequences that are sharded over a mesh axis.
 
@@ -93,6 +95,8 @@ def attention(
         permuted together with the tokens. Raises if the arrays are not in the expected order (not permuted, permuted
         for another layout or number of devices, or with padding that counts as real). If positions are known only at
         run time, the result is NaN instead, and SA_CHECK=1 logs the reason.
+      return_lse: return a `Partial`: the output in float32, and the log-sum-exp of every row's scores. `merge` combines
+        it with attention to other keys. Both have gradients.
 
     Returns:
       An array of the shape and dtype of `query`. Rows that see no key, such as padding, are 0.
@@ -108,8 +112,7 @@ def attention(
     check_batch(mask, query.shape[0])
     check_name(kernel)
     check_strategy(strategy, devices)
-    if not isinstance(deterministic, bool):
-        raise ValueError(f"deterministic must be True or False; got {deterministic!r}.")
+    _check_flag("deterministic", deterministic)
     tile = check_options(scale, softcap, tile)
     ok = None
     if positions is not None:
@@ -125,6 +128,7 @@ def attention(
         tile=tile,
         deterministic=deterministic,
         length=length,
+        return_lse=_check_flag("return_lse", return_lse),
     )
     with _forward_mode_refused():
         out = _on_mesh(
@@ -133,7 +137,7 @@ def attention(
             spec=spec,
             options=tuple(options.items()),
         )
-    return poison(out, ok)
+    return jax.tree.map(lambda x: poison(x, ok), out)
 
 
 @checks_itself
@@ -155,6 +159,7 @@ def attention_shard(
     deterministic: bool = False,
     length: int | None = None,
     positions: Int[Array | np.ndarray, "*rows slots"] | None = None,
+    return_lse: bool = False,
 ) -> Float[Array, "batch slots heads dim"]:
     """Compute `attention` inside `jax.shard_map`, where every array is this device's shard.
 
@@ -200,6 +205,7 @@ def attention_shard(
         bias=bias,
         softcap=softcap,
         deterministic=deterministic,
+        lse=_check_flag("return_lse", return_lse),
         tile=tile,
         platform=platform,
         device_kind=kind,
@@ -212,7 +218,9 @@ def attention_shard(
     scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
     softcap = None if softcap is None else float(softcap)
     problem = Problem(
-        axis_name, devices, layout, length, padded_length, attend, scale, softcap, tile, chosen, deterministic
+        *(axis_name, devices, layout, length, padded_length, attend, scale, softcap, tile, chosen),
+        deterministic=deterministic,
+        lse=return_lse,
     )
     ok = None
     if positions is not None:
@@ -220,7 +228,13 @@ def attention_shard(
         ok = check_positions(positions, expected, query.shape[0], length, layout, devices)
     with _forward_mode_refused():
         out = ring_attention(problem, query, key, value, mask, bias, sinks)
-    return poison(out, ok)
+    return jax.tree.map(lambda x: poison(x, ok), out)
+
+
+def _check_flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False; got {value!r}.")
+    return value
 
 
 def _of_vmap(chosen: Strategy, axis_name: AxisName) -> Strategy:
@@ -253,7 +267,7 @@ def _forward_mode_refused() -> Iterator[None]:
 @functools.partial(jax.jit, static_argnames=("mesh", "spec", "options"))
 def _on_mesh(
     query: Array, key: Array, value: Array, mask: Mask, bias: Any, sinks: Any, *, mesh: Any, spec: Any, options: Any
-) -> Array:
+) -> Any:
     batch, sequence, heads, _ = spec
     per_head = PartitionSpec(heads)
     mask_specs = jax.tree.map(lambda x: PartitionSpec(batch if x.shape[0] == len(query) else None, sequence), mask)
@@ -261,10 +275,12 @@ def _on_mesh(
     specs = (spec, spec, spec, mask_specs, jax.tree.map(lambda _: per_head, bias), None if sinks is None else per_head)
     inputs = jax.tree.map(lambda x, spec: reshard(x, mesh, spec), inputs, specs)
 
-    def shard(query: Array, key: Array, value: Array, mask: Mask, bias: Any, sinks: Any) -> Array:
+    def shard(query: Array, key: Array, value: Array, mask: Mask, bias: Any, sinks: Any) -> Any:
         return attention_shard(query, key, value, mask=mask, bias=bias, sinks=sinks, **dict(options))
 
-    return jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=spec)(*inputs)
+    per_row: Any = PartitionSpec(*spec[:3])
+    out_specs: Any = Partial(spec, per_row) if dict(options)["return_lse"] else spec
+    return jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=out_specs)(*inputs)
 
 
 def _check_mesh(mesh: Any, axis_name: Any) -> Any:

@@ -46,10 +46,11 @@ def random_program(seed: int) -> tuple[Shape, int, Layout, Mask, Strategy]:
         sa.causal(),
         sa.prefix(int(rng.integers(80))),
         sa.sliding_window(int(rng.integers(1, 40))),
+        sa.window(int(rng.integers(40)), int(rng.integers(40))),
     ]
     strategies = [strategy for strategy in factorings(devices) if shape.heads % strategy.heads == 0]
     strategy = strategies[rng.integers(len(strategies))]
-    return shape, devices, layouts[rng.integers(4)], masks[rng.integers(5)], strategy
+    return shape, devices, layouts[rng.integers(4)], masks[rng.integers(6)], strategy
 
 
 def check_case(program_seed: int, case_seed: int) -> None:

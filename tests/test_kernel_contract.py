@@ -78,17 +78,17 @@ def visible_keys(start, end, keys):
     return (start[..., None] <= slot) & (slot < end[..., None])
 
 
-def oracle(inputs, start, end, positions, options, dout):
+def oracle(inputs, start, end, positions, options, dout, dlse=0.0):
     """Return output, lse and gradients in float64."""
     with jax.enable_x64(True):
-        *inputs, dout = (jnp.asarray(x.astype(np.float64)) for x in (*inputs, dout))
+        *inputs, dout, dlse = (jnp.asarray(np.asarray(x, np.float64)) for x in (*inputs, dout, dlse))
         distance = positions[1][None, :] - positions[0][:, None]
         visible = visible_keys(start, end, inputs[1].shape[1])
-        return [np.asarray(x) for x in dense_run(tuple(options.items()), inputs, visible, distance, dout)]
+        return [np.asarray(x) for x in dense_run(tuple(options.items()), inputs, visible, distance, dout, dlse)]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def dense_run(options, inputs, visible, distance, dout):
+def dense_run(options, inputs, visible, distance, dout, dlse):
     rest = dict(options)
     bias = rest.pop("bias", None)
 
@@ -96,17 +96,18 @@ def dense_run(options, inputs, visible, distance, dout):
         return dense_partial(q, k, v, visible, bias=bias and bias(weights), distance=distance, **rest)
 
     partial, pull = jax.vjp(forward, *inputs)
-    return (*partial, *pull(Partial(dout, jnp.zeros_like(partial.lse))))
+    return (*partial, *pull(Partial(dout, jnp.where(jnp.isneginf(partial.lse), 0, dlse))))
 
 
-def kernel_run(kernel, tile, inputs, start, end, positions, options, dout, pattern=None):
+def kernel_run(kernel, tile, inputs, start, end, positions, options, dout, pattern=None, dlse=None):
     q, k, v, weights = (jnp.asarray(x) for x in inputs)
     rest = {"scale": q.shape[-1] ** -0.5, **{name: x for name, x in options.items() if name != "bias"}}
     bias, bias_pull = jax.vjp(options["bias"], weights) if "bias" in options else (None, None)
     arrays = (jnp.asarray(x) for x in (start, end, *positions))
     block = Block(*arrays, bias=bias, tile=tile, pattern=pattern, **rest)
     out, lse = kernel.attend(q)(k, v, block)
-    dq, dk, dv, dbias = kernel.attend_grad(q, out, lse, jnp.asarray(dout))(k, v, block)
+    dlse = None if dlse is None else jnp.where(jnp.isneginf(lse), 0, dlse)
+    dq, dk, dv, dbias = kernel.attend_grad(q, out, lse, jnp.asarray(dout), dlse)(k, v, block)
     dweights = jnp.zeros_like(weights) if bias is None else bias_pull(dbias)[0]
     return out, lse, dq, dk, dv, dweights
 
@@ -134,16 +135,17 @@ def test_what_every_kernel_must_accept(kernel, layout, mask):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_arbitrary_ranges(kernel, shape):
-    """Arbitrary ranges are exact with one mask for all sequences, and with one per sequence."""
+    """Arbitrary ranges are exact with one mask for all sequences, and with one per sequence and a gradient of lse."""
     if refused(kernel):
         with pytest.raises(NotImplementedError, match="takes no ranges"):
             kernel.attend(jnp.zeros((1, 8, 2, 8)))(*jnp.zeros((2, 1, 8, 2, 8)), Block(*np.zeros((4, 1, 8), np.int32)))
         return
-    for rows in (1, shape[0]):
+    for rows, with_lse in ((1, False), (shape[0], True)):
         rng, inputs, dout, positions = make(shape, seed=rows)
         start, end = random_ranges(rng, rows, shape[1], shape[2])
-        expected = oracle(inputs, start, end, positions, {}, dout)
-        assert_close(kernel_run(kernel, shape[-1], inputs, start, end, positions, {}, dout), expected)
+        dlse = rng.standard_normal(dout.shape[:3]).astype("float32") if with_lse else None
+        expected = oracle(inputs, start, end, positions, {}, dout, 0.0 if dlse is None else dlse)
+        assert_close(kernel_run(kernel, shape[-1], inputs, start, end, positions, {}, dout, dlse=dlse), expected)
 
 
 @pytest.mark.parametrize("layout", [sa.contiguous(), sa.zigzag(), sa.striped(), sa.striped(3)], ids=repr)

@@ -171,7 +171,10 @@ Q, K = (jax.ShapeDtypeStruct((1, 64, heads, 128), jnp.bfloat16) for heads in (8,
 CAN = dict(mask=sa.causal(), layout=sa.striped(), devices=4, platform="gpu", here=False)
 CANNOT = {
     "not documents": dict(mask=sa.documents(np.zeros((1, 256), np.int32))),
-    ", a prefix or": dict(mask=sa.prefix(3)),
+    ", a prefix, a window": dict(mask=sa.prefix(3)),
+    "a window to both sides": dict(mask=sa.window(3, 2)),
+    "only with a causal mask": dict(mask=sa.window(3, None)),
+    "other ranges": dict(mask=sa.ranges(0, np.arange(256))),
     "with striped\\(16\\) they are in 4 runs": dict(layout=sa.striped(16)),
     "not support softcap": dict(softcap=30.0),
     "not support bias": dict(bias=sa.alibi(np.ones(8, np.float32))),

@@ -44,6 +44,8 @@ def masks(length):
         "narrow window": sa.sliding_window(3),
         "window": sa.sliding_window(60),
         "prefix": sa.prefix(30),
+        "two sides": sa.window(20, 9),
+        "blocks": sa.ranges(0, (np.arange(length) // 16 + 1) * 16),
         "documents": sa.documents(ids),
         "documents, both ways": sa.documents(ids, causal=False),
         "documents and window": sa.documents(ids) & sa.sliding_window(11),
@@ -149,7 +151,7 @@ def test_the_rates_of_xla_on_gpus_are_those_measured():
         layout, mask = parse_layout(row["layout"]), parse_mask(row["mask"], row["length"])
         length, devices, heads = row["length"], row["devices"], 32 * 128
         tiles = count_tiles(layout, mask, length, devices, tile).max(axis=0).sum()
-        steps = len(needed_hops(layout, mask.window, mask.prefix, length, length, devices))
+        steps = len(needed_hops(layout, mask.rule, length, length, devices))
         flops = 3.5 * tiles * tile[0] * tile[1] * 4.0 * heads
         bytes_ = steps * length / devices * heads
         terms.append(np.array([flops / H200.peak, bytes_ / H200.bandwidth, steps]) / row["both"])
@@ -286,7 +288,7 @@ def test_the_ring_of_a_plan_makes_the_steps_and_sends_the_bytes_of_the_real_one(
             found = sa.plan(devices, 16_000, mask=mask, model="debug", hardware="v5p")
             for choice in found.choices:
                 padded = choice.layout.padded_length(16_000, devices)
-                offsets = needed_hops(choice.layout, mask.window, mask.prefix, 16_000, padded, devices)
+                offsets = needed_hops(choice.layout, mask.rule, 16_000, padded, devices)
                 assert tuple(np.flatnonzero(choice.needed)) == offsets
                 hops = len(offsets) - 1
                 forward, backward = choice.timelines()

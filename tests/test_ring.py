@@ -1,6 +1,5 @@
 """The ring sends only what is needed, before it computes, and its kernel runs exactly the planned tiles."""
 
-import dataclasses
 import functools
 import re
 
@@ -12,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import striped_attention as sa
+from striped_attention.core.mask import Mask, Rule
 from striped_attention.kernels import xla as kernel_xla
 from striped_attention.planning.work import count_pairs, count_tiles
 from striped_attention.strategies.hops import needed_hops
@@ -63,7 +63,7 @@ def test_backward_adds_up_key_gradients_in_float32_with_no_more_hops(devices):
 
 
 def test_needed_hops_are_those_at_which_some_block_is_visible():
-    """The closed form equals a check of every block, for any layout, window, prefix, padding and number of devices."""
+    """The closed form equals a check of every block, for any layout, rule, padding and number of devices."""
     rng = np.random.default_rng(0)
     layouts = [sa.contiguous(), sa.zigzag(), *map(sa.striped, (1, 2, 3, 5, 8, 16))]
     for _ in range(800):
@@ -75,8 +75,7 @@ def test_needed_hops_are_those_at_which_some_block_is_visible():
         padded = layout.padded_length(length, devices) + 2 * devices * int(rng.integers(2))
         window = [None, int(rng.integers(1, 40)), 100][rng.integers(3)]
         prefix = [None, 0, 0, int(rng.integers(1, 40)), 200][rng.integers(5)]
-        mask = sa.full() if prefix is None else sa.prefix(prefix)
-        mask = mask if window is None else dataclasses.replace(mask, window=window)
+        mask = Mask(Rule(window, prefix, [None, int(rng.integers(40)), 200][rng.integers(3)]))
 
         def sees(here, there, mask=mask, layout=layout, length=length, padded=padded, devices=devices):
             lo, hi = mask.bounds(layout.positions(here, padded, devices), length)
@@ -85,17 +84,18 @@ def test_needed_hops_are_those_at_which_some_block_is_visible():
             ).any()
 
         offsets = (o for o in range(1, devices) if any(sees(d, (d - o) % devices) for d in range(devices)))
-        assert needed_hops(layout, window, prefix, length, padded, devices) == (0, *offsets), (layout, mask, length)
+        assert needed_hops(layout, mask.rule, length, padded, devices) == (0, *offsets), (layout, mask, length)
 
 
 def test_hops_that_nobody_needs_are_skipped():
     slots = 8
-    window = functools.partial(needed_hops, window=slots, prefix=0, length=64, padded_length=64, devices=8)
+    window = functools.partial(needed_hops, rule=Rule(window=slots, prefix=0), length=64, padded_length=64, devices=8)
     assert window(sa.contiguous()) == (0, 1)
     assert window(sa.zigzag()) == (0, 1, 2, 6, 7)
     assert window(sa.striped()) == tuple(range(8))
-    assert needed_hops(sa.contiguous(), None, 0, 64, 64, 8) == tuple(range(8))
-    assert needed_hops(sa.contiguous(), 1, 0, 64, 64, 8) == (0,)
+    assert needed_hops(sa.contiguous(), Rule(prefix=0), 64, 64, 8) == tuple(range(8))
+    assert needed_hops(sa.contiguous(), Rule(window=1, prefix=0), 64, 64, 8) == (0,)
+    assert window(sa.contiguous(), rule=Rule(window=slots, ahead=slots - 1)) == (0, 1, 7), "neighbours on both sides"
     sent = hops(program(8, 64, sa.contiguous(), sa.sliding_window(slots)).jaxpr)
     assert [places for _, _, places in sent] == [1, 1]
     assert hops(program(8, 64, sa.contiguous(), sa.sliding_window(1), backward=True).jaxpr) == []

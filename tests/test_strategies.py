@@ -21,7 +21,9 @@ LENGTH = 53
 
 def masks(batch):
     ids = random_segments(np.random.default_rng(1), batch, LENGTH, longest=20)
-    return [sa.documents(ids), sa.sliding_window(7), sa.prefix(11) & sa.documents(ids), sa.causal(), sa.full()]
+    blocks = sa.ranges(np.maximum(np.arange(LENGTH) - 20, 0), (np.arange(LENGTH) // 8 + 1) * 8)
+    one_sided = [sa.sliding_window(7), sa.prefix(11) & sa.documents(ids), sa.causal(), sa.full()]
+    return [sa.documents(ids, padding=2), *one_sided, sa.window(9, 5), blocks]
 
 
 CASES = [(devices, found) for devices in (2, 3, 4, 6, 8) for found in factorings(devices)]
@@ -35,7 +37,7 @@ def test_every_factoring_is_exact(devices, strategy):
     options = {"bias": "alibi", "softcap": 2.0} if which % 5 == 0 else {"sinks": which % 3 == 0}
     shape = Shape(length=LENGTH, heads=24, kv_heads=kv_heads, dim=4, **options)
     for turn in range(1 + which % 2):
-        layout, mask = LAYOUTS[(which + turn) % 4], masks(shape.batch)[(which + 2 * turn) % 5]
+        layout, mask = LAYOUTS[(which + turn) % 4], masks(shape.batch)[(which + 2 * turn) % 7]
         assert_exact(shape, devices, layout, mask, strategy=strategy)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import striped_attention as sa
+from striped_attention.core.mask import Rule
 from striped_attention.core.oracle import dense_attention
 from striped_attention.kernels.contract import make_request
 from striped_attention.kernels.cudnn import binding
@@ -217,9 +218,9 @@ def test_windows_send_to_the_neighbours_that_need_keys_alone(strategy):
 
 
 def test_a_double_ring_is_one_where_all_keys_are_needed():
-    rings = make_rings(4, sa.striped(), None, 0, 64, 64, 8)
+    rings = make_rings(4, sa.striped(), Rule(prefix=0), 64, 64, 8)
     assert [(ring.size, ring.stride, len(ring.offsets)) for ring in rings] == [(2, 4, 2), (4, 1, 4)]
     assert [rings[0].shift(group, 1) for group in range(8)] == [4, 5, 6, 7, 0, 1, 2, 3]
     assert [rings[1].shift(group, -1) for group in range(8)] == [3, 0, 1, 2, 7, 4, 5, 6]
-    (single,) = make_rings(4, sa.contiguous(), 8, 0, 64, 64, 8)
+    (single,) = make_rings(4, sa.contiguous(), Rule(window=8, prefix=0), 64, 64, 8)
     assert single.offsets == (0, 1)

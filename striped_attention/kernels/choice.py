@@ -9,6 +9,7 @@ import warnings
 from typing import Any
 
 from striped_attention.core.layout import UNSTRIPED, Layout, stripes_of
+from striped_attention.core.mask import Rule
 from striped_attention.errors import SlowKernelWarning
 from striped_attention.kernels import cudnn, hopper, tpu, xla
 from striped_attention.kernels.contract import Kernel, Request
@@ -98,7 +99,7 @@ def choose_stripes(name: str, request: Request, slots: int, members: int = 1) ->
                 found.append((_choice(other, asked).seconds, layout))
     if found:
         return min(found, key=lambda one: one[0])[1]
-    plain = dataclasses.replace(request, documents=False, window=None, prefix=0, here=False)
+    plain = dataclasses.replace(request, made=(), rule=Rule(prefix=0), here=False)
     if plain == request:
         return _stripes(name, request, slots, members)[0]
     return choose_stripes(name, plain, slots, members)

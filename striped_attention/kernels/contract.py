@@ -4,7 +4,7 @@ A kernel works on one *block*: the queries of one device against the keys of one
 integer vectors, `start` and `end`: query row i sees the key slots `[start[i], end[i])`. Both are non-decreasing.
 
     attend(q)(k, v, block)                      -> Partial(out, lse)
-    attend_grad(q, out, lse, dout)(k, v, block) -> (dq, dk, dv, dbias)
+    attend_grad(q, out, lse, dout, dlse)(k, v, block) -> (dq, dk, dv, dbias)
 
 The first call takes the arrays that stay on the device and is made once per ring; the second is made once per block.
 Work that is the same for all blocks belongs in the first call.
@@ -15,6 +15,7 @@ Work that is the same for all blocks belongs in the first call.
   no key has out = 0 and lse = -inf.
 * `attend_grad` receives the `out` and `lse` of the *whole* row, merged over all blocks, so exp(score - lse) is the
   final probability. It returns float32 gradients, which the caller sums over blocks; a row without keys adds nothing.
+  `dlse` is the gradient of the row's lse, None if the caller uses only `out` (`Request.lse` tells in advance).
 
 A kernel also provides the following. A `Request` holds everything known about the work at trace time.
 
@@ -40,7 +41,7 @@ from jaxtyping import Array
 
 from striped_attention.core.bias import Bias
 from striped_attention.core.layout import Layout
-from striped_attention.core.mask import Mask
+from striped_attention.core.mask import Mask, Rule
 from striped_attention.core.partial import Partial
 
 
@@ -49,7 +50,8 @@ class Request:
     """Everything known at trace time about the work of a kernel. Built by `make_request`.
 
     `queries` and `keys` are counts per device, padding included; `length` counts the real tokens of the sequence.
-    `documents` means that the mask is more than a window and a prefix. `bias` is "slopes" (ALiBi) or "values" (a
+    `rule` is the part of the mask that is known at trace time; `made` names what made the rest of it, if anything.
+    `lse`: whether the log-sum-exp of every row is a result, with a gradient. `bias` is "slopes" (ALiBi) or "values" (a
     table). `deterministic` requires bitwise reproducible gradients. `gathered` means that the keys are those of several
     devices. `device_kind` is JAX's name of the device; "" if unknown. `here` is False for a plan, which must not query
     this machine's devices or installed libraries.
@@ -65,9 +67,9 @@ class Request:
     layout: Layout
     devices: int
     length: int
-    window: int | None
-    prefix: int | None
-    documents: bool
+    rule: Rule
+    made: tuple[str, ...]
+    lse: bool
     bias: str | None
     softcap: float | None
     deterministic: bool
@@ -88,7 +90,7 @@ class Request:
     @property
     def causal(self) -> bool:
         """Whether the part of the mask that is known at trace time hides all keys after the query's own."""
-        return self.prefix == 0
+        return self.rule.prefix == 0
 
 
 def make_request(
@@ -103,6 +105,7 @@ def make_request(
     bias: Bias | None = None,
     softcap: float | None = None,
     deterministic: bool = False,
+    lse: bool = False,
     gathered: bool = False,
     tile: tuple[int, int] | None = None,
     device_kind: str = "",
@@ -114,7 +117,7 @@ def make_request(
     """
     batch, queries, heads, dim = query.shape
     arrays = mask is None or mask.lo is not None or mask.hi is not None
-    window, prefix = (None, None) if mask is None else (mask.window, mask.prefix)
+    made = () if mask is None else mask.made
     return Request(
         batch=batch,
         queries=queries,
@@ -126,9 +129,9 @@ def make_request(
         layout=layout,
         devices=devices,
         length=queries * devices if length is None else length,
-        window=window,
-        prefix=prefix,
-        documents=arrays,
+        rule=Rule() if mask is None else mask.rule,
+        made=made or ("ranges",) if arrays else (),
+        lse=lse,
         bias=None if bias is None else "slopes" if bias.values is None else "values",
         softcap=softcap,
         deterministic=deterministic,

@@ -85,10 +85,12 @@ def attend_grad(
     out: Float[Array, "batch queries heads dim"],
     lse: Float[Array, "batch queries heads"],
     dout: Float[Array, "batch queries heads dim"],
+    dlse: Float[Array, "batch queries heads"] | None = None,
 ) -> Callable[..., tuple[Array, Array, Array, Bias | None]]:
     """Backward pass; see `contract.py`."""
     dtype = accumulator(q.dtype)
     delta = jnp.sum(out.astype(dtype) * dout.astype(dtype), axis=-1)
+    delta = delta if dlse is None else delta - dlse.astype(dtype)
     return lambda k, v, block: _attend_grad(q, dout, lse, delta, k, v, _by_ranges(block), accelerator=_accelerator)
 
 

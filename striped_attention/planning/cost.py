@@ -49,11 +49,14 @@ class Job(Protocol):
 
 
 def visible_pairs(mask: Mask, length: int) -> int:
-    """Count the visible (query, key) pairs under a window and a prefix; documents, which reduce them, are ignored."""
-    hidden = length - min(length, length if mask.window is None else mask.window)
-    prefix = length if mask.prefix is None else min(mask.prefix, length)
+    """Count the visible (query, key) pairs under a mask's rule; documents, which reduce them, are ignored."""
+    rule = mask.rule
+    hidden = length - min(length, length if rule.window is None else rule.window)
+    prefix = length if rule.prefix is None else min(rule.prefix, length)
+    later = max(0, prefix - 1)  # keys after its own that the first query may see, the second sees one less, and so on
+    ahead = later if rule.ahead is None else min(rule.ahead, later)
     triangle = lambda n: n * (n + 1) // 2  # noqa: E731
-    return triangle(length) - triangle(prefix) + prefix**2 - triangle(hidden)
+    return triangle(length) + triangle(ahead) + (later - ahead) * ahead - triangle(hidden)
 
 
 def matrix_flops(model: ModelConfig, tokens: int) -> int:

@@ -49,7 +49,7 @@ class Setting:
 
     def known_masks(self) -> list[tuple[Mask, int]]:
         """Return the static part of the mask, which all layers share."""
-        return [(Mask(window=self.mask.window, prefix=self.mask.prefix), self.model.layers)]
+        return [(Mask(self.mask.rule), self.model.layers)]
 
     def make_layout(self, devices: int) -> Layout:
         return self.layout

@@ -37,9 +37,10 @@ class Rows(NamedTuple):
     out: Array
     lse: Array
     dout: Array
+    dlse: Array | None = None
 
     def of(self, heads: Heads) -> "Rows":
-        return Rows(*(x[:, :, heads.queries] for x in self))
+        return jax.tree.map(lambda x: x[:, :, heads.queries], self)
 
 
 def gradients_of_rings(

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Int
 
 from striped_attention.core.layout import Layout
-from striped_attention.core.mask import Mask, packed
+from striped_attention.core.mask import Mask, causal, packed
 from striped_attention.kernels import choice as kernels
 from striped_attention.kernels.contract import Request
 from striped_attention.runtime.hardware import hardware_of
@@ -191,9 +191,9 @@ def _fastest(request: Request, kernel: str, forward_only: bool, neighbours: int 
     hardware = hardware_of(request.platform, request.device_kind)
     if neighbours is not None:
         hardware = dataclasses.replace(hardware, group=neighbours)
-    mask = Mask(window=request.window, prefix=request.prefix)
-    if request.documents:
-        mask = mask & packed(request.length)
+    mask = Mask(request.rule)
+    if request.made:  # what is not known: documents of the usual lengths, or causal ranges
+        mask = mask & (packed(request.length) if "documents" in request.made else causal())
     count = TileCount(mask, request.length, affordable=0)  # estimates, to keep tracing fast
     seconds: dict[Strategy, float] = {}
     memory: dict[Strategy, int] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from striped_attention.core.layout import Layout
-from striped_attention.core.mask import Mask
+from striped_attention.core.mask import Mask, Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,13 +33,13 @@ class Ring:
 
 
 def make_rings(
-    inner: int, layout: Layout, window: int | None, prefix: int | None, length: int, padded_length: int, groups: int
+    inner: int, layout: Layout, rule: Rule, length: int, padded_length: int, groups: int
 ) -> tuple[Ring, ...]:
     """Return the rings that keys travel, the outer one first: one, or a double ring with inner rings of `inner` groups.
 
     If a mask such as a window makes some hops unnecessary, a single ring is used, because it makes fewer hops.
     """
-    offsets = needed_hops(layout, window, prefix, length, padded_length, groups)
+    offsets = needed_hops(layout, rule, length, padded_length, groups)
     if 1 < inner < groups and len(offsets) == groups:
         outer = groups // inner
         return Ring(outer, inner, offsets[:outer]), Ring(inner, 1, offsets[:inner])
@@ -47,16 +47,14 @@ def make_rings(
 
 
 @functools.lru_cache(maxsize=256)
-def needed_hops(
-    layout: Layout, window: int | None, prefix: int | None, length: int, padded_length: int, devices: int
-) -> tuple[int, ...]:
+def needed_hops(layout: Layout, rule: Rule, length: int, padded_length: int, devices: int) -> tuple[int, ...]:
     """Return the offsets at which some device sees some key, in order; the first is 0, a device's own keys.
 
     The queries of a stripe together see one range of positions, from the first key of the first query to the last key
     of the last. `count_before_all` gives the devices that hold this range, for all devices at once. The stripes of a
     few rounds (`sample_stripes`) represent all: the others add no offsets. So the cost is a few integers per device.
     """
-    mask = Mask(window=window, prefix=prefix)
+    mask = Mask(rule)
     here, first, last = layout.sample_stripes(padded_length, devices)
     real = first < length
     here, first, last = here[real], first[real], np.minimum(last[real], length - 1)

@@ -34,6 +34,7 @@ class Problem:
     tile: tuple[int, int] | None = None
     strategy: Strategy = RING
     deterministic: bool = False
+    lse: bool = False  # whether the result is a `Partial` with the lse, which then has a gradient
 
     @property
     def query_layout(self) -> Layout:
@@ -54,12 +55,12 @@ class Problem:
 
     def offsets(self, mask: Mask) -> tuple[int, ...]:
         """Return how many places back in the ring the keys of every step come from."""
-        return needed_hops(self.key_layout, mask.window, mask.prefix, self.length, self.padded_length, self.ring)
+        return needed_hops(self.key_layout, mask.rule, self.length, self.padded_length, self.ring)
 
     def rings(self, mask: Mask) -> tuple[Ring, ...]:
         """Return the rings that keys travel, the outer one first."""
         sizes = (self.length, self.padded_length, self.ring)
-        return make_rings(self.strategy.inner, self.key_layout, mask.window, mask.prefix, *sizes)
+        return make_rings(self.strategy.inner, self.key_layout, mask.rule, *sizes)
 
     def blocks(self, mask: Mask, bias: Bias | None) -> Callable[..., Block]:
         """Return a function from an offset in each ring to the block of this device's queries with those keys."""
@@ -84,13 +85,15 @@ class Problem:
         """
         positions = self.query_layout.positions(here, self.padded_length, self.query_devices)
         lo, hi = mask.bounds(positions, self.length)
-        known = mask.lo is None and mask.hi is None and mask.prefix in (None, 0) and self.strategy.gather == 1
+        rule = mask.rule
+        simple = rule.prefix in (None, 0) and rule.ahead is None
+        known = mask.lo is None and mask.hi is None and simple and self.strategy.gather == 1
         shape = (self.query_layout, self.query_devices, self.padded_length)
         keys, where = self.key_layout, (self.padded_length, self.ring)
 
         def block(there: Any, own: bool) -> Block:
             start, end = (keys.count_before(there, x, *where) for x in (lo, hi))
-            pattern = Pattern(*shape, causal=mask.prefix == 0, window=mask.window, own=own) if known else None
+            pattern = Pattern(*shape, causal=rule.prefix == 0, window=rule.window, own=own) if known else None
             alike = own and self.strategy.gather == 1
             places = positions, positions if alike else keys.positions(there, *where)
             return Block(start, end, *places, bias, pattern, self.scale, self.softcap, self.tile, self.deterministic)

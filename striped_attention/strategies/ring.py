@@ -39,8 +39,11 @@ def ring_attention(
     mask: Mask,
     bias: Bias | None = None,
     sinks: Float[Array, " heads"] | None = None,
-) -> Float[Array, "batch slots heads dim"]:
-    """Compute exact attention of this device's queries to the keys of the whole ring, inside `shard_map`."""
+) -> Float[Array, "batch slots heads dim"] | Partial:
+    """Compute exact attention of this device's queries to the keys of the whole ring, inside `shard_map`.
+
+    If `problem.lse`, the result is a `Partial`, in float32 for any input dtype but float64.
+    """
     # Loops under shard_map's check_vma require all inputs to vary over the same mesh axes. So add a zero that varies
     # over every axis that any input varies over. It costs nothing; its transpose sums gradients of replicated inputs.
     inputs = (q, k, v, mask, bias, sinks)
@@ -52,19 +55,24 @@ def ring_attention(
         return _exchanged(problem, *inputs)
     # Padding must not affect the result. A model may have turned zeros into NaN there, and 0 · NaN is NaN.
     held = problem.layout.positions(lax.axis_index(problem.axis_name), problem.padded_length, problem.devices)
-    blank = lambda x: jnp.where((held < problem.length)[None, :, None, None], x, 0)  # noqa: E731
-    return blank(_exchanged(problem, *map(blank, inputs[:3]), *inputs[3:]))
+    real = (held < problem.length)[None, :, None, None]
+    blank = lambda x: jnp.where(real, x, 0)  # noqa: E731
+    result = _exchanged(problem, *map(blank, inputs[:3]), *inputs[3:])
+    if problem.lse:
+        return Partial(blank(result.out), jnp.where(real[..., 0], result.lse, -jnp.inf))
+    return blank(result)
 
 
-def _exchanged(problem: Problem, *inputs: Any) -> Array:
+def _exchanged(problem: Problem, *inputs: Any) -> Any:
     """Run the ring between the exchanges of heads for tokens and back, if the strategy has them."""
     if problem.strategy.heads == 1:
         return _ring_attention(problem, *inputs)
-    return exchange.from_heads(problem, _ring_attention(problem, *exchange.to_heads(problem, *inputs)))
+    result = _ring_attention(problem, *exchange.to_heads(problem, *inputs))
+    return jax.tree.map(functools.partial(exchange.from_heads, problem), result)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring_attention(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any) -> Array:
+def _ring_attention(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any) -> Any:
     return _forward(problem, q, k, v, mask, bias, sinks)[0]
 
 
@@ -75,9 +83,12 @@ def ring_partial(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any
     return attend(Keys((k, v)))
 
 
-def _forward(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any) -> tuple[Array, Any]:
+def _forward(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any) -> tuple[Any, Any]:
     dtype = accumulator(q.dtype)
     result = add_sinks(ring_partial(problem, q, k, v, mask, bias), sinks)
+    if problem.lse:
+        result = Partial(checkpoint_name(result.out, SAVED[0]), checkpoint_name(result.lse, SAVED[2]))
+        return result, (q, k, v, mask, bias, sinks, result.out, None, result.lse)
     out = checkpoint_name(result.out.astype(q.dtype), SAVED[0])
     # dq and dk are small differences of large terms, one of which is out · dout, so the backward pass needs `out` in
     # full precision. Its rounding error is kept in the inputs' dtype, at half the cost of keeping `out` in float32.
@@ -88,7 +99,7 @@ def _forward(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any, si
     return out, (q, k, v, mask, bias, sinks, out, lost, lse)
 
 
-def _backward(problem: Problem, residuals: Any, dout: Array) -> Any:
+def _backward(problem: Problem, residuals: Any, dout: Any) -> Any:
     if problem.kernel.DIFFERENTIABLE:
         dq, dk, dv, dbias, dsinks = _forward_differentiable(problem, residuals, dout)
     else:  # no custom_jvp: kernels cannot write to mutable arrays inside one
@@ -98,18 +109,21 @@ def _backward(problem: Problem, residuals: Any, dout: Array) -> Any:
     return dq, dk, dv, None, dbias, dsinks
 
 
-def _gradients(problem: Problem, residuals: Any, dout: Array) -> Any:
-    """Compute the gradients of q, k, v, bias and sinks."""
+def _gradients(problem: Problem, residuals: Any, dout: Any) -> Any:
+    """Compute the gradients of q, k, v, bias and sinks from that of the result."""
     q, k, v, mask, bias, sinks, out, lost, lse = residuals
+    dlse = None
+    if problem.lse:
+        dout, dlse = dout.out, jnp.where(jnp.isneginf(lse), 0, dout.lse)  # rows that see no key have no gradient
     out, dout = out.astype(lse.dtype), dout.astype(lse.dtype)
     if lost is not None:
         out = out + lost.astype(lse.dtype)
     groups = split_heads(problem.strategy.gather, q.shape[2], k.shape[2])
-    rows, block = Rows(q, out, lse, dout), problem.blocks(mask, bias)
+    rows, block = Rows(q, out, lse, dout, dlse), problem.blocks(mask, bias)
     gradients = gradients_of_rings(problem, problem.rings(mask), groups, rows, block)
     (dq, dbias), sums = gradients(Keys((k, v)))
     dk, dv = settle(problem, sums)
-    dsinks = None if sinks is None else _sinks_gradient(sinks, out, lse, dout)
+    dsinks = None if sinks is None else _sinks_gradient(sinks, out, lse, dout, dlse)
     cast = functools.partial(jax.tree.map, lambda grad, x: grad.astype(x.dtype))
     return (*cast((dq, dk, dv), (q, k, v)), cast(dbias, bias), cast(dsinks, sinks))
 
@@ -153,6 +167,7 @@ ad.primitive_jvps[_first_only] = _refuse_second
 _ring_attention.defvjp(_forward, _backward)
 
 
-def _sinks_gradient(sinks: Array, out: Array, lse: Array, dout: Array) -> Array:
+def _sinks_gradient(sinks: Array, out: Array, lse: Array, dout: Array, dlse: Array | None) -> Array:
     share = jnp.where(jnp.isneginf(lse), 0, jnp.exp(sinks.astype(lse.dtype) - lse))
-    return -jnp.sum(share * jnp.sum(out * dout, axis=-1), axis=(0, 1))
+    delta = jnp.sum(out * dout, axis=-1)
+    return -jnp.sum(share * (delta if dlse is None else delta - dlse), axis=(0, 1))

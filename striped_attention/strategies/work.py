@@ -84,7 +84,7 @@ def count_tile_rows(
     cut = np.minimum(layout.stripe_end(first, padded, devices), end)
     exact = True
     if (layout.stripe_end(np.minimum(cut, slots - 1), padded, devices) < end).any():
-        exact = mask.window is None and mask.lo is None
+        exact = mask.rule.window is None and mask.lo is None
         cut = end
     runs = [(first, cut)] if (cut == end).all() else [(first, cut), (cut, end)]
     # int32 where it suffices: half the memory, and half the time with thousands of devices.

@@ -83,7 +83,7 @@ class Workload:
 def rings_of(plain: Request, strategy: Strategy) -> tuple[Ring, ...]:
     """Return the rings that keys travel, from what a ring would ask of a kernel."""
     layout, groups = plain.layout.grouped(strategy.group), plain.devices // strategy.group
-    return make_rings(strategy.inner, layout, plain.window, plain.prefix, plain.length, plain.padded_length, groups)
+    return make_rings(strategy.inner, layout, plain.rule, plain.length, plain.padded_length, groups)
 
 
 def messages_of(plain: Request, strategy: Strategy) -> Messages:

@@ -50,11 +50,15 @@ def unsupported(request: Request) -> str | None:
     """Return why this kernel cannot run the request, as a sentence; None if it can."""
     if request.gathered:
         return "It needs as many keys as queries, in the same layout, not keys gathered from several devices."
-    if request.documents or request.prefix not in (None, 0):
-        return "It supports causal, full or window masks, not documents, a prefix or the ranges of a windowed cache."
+    rule = request.rule
+    if request.made or rule.prefix not in (None, 0) or rule.ahead is not None:
+        return (
+            "It supports causal, full or sliding-window masks, not documents, a prefix, a window to both sides, other "
+            "ranges or those of a windowed cache."
+        )
     if request.causal and (reason := _too_many_runs(request)):
         return reason
-    if not request.causal and request.window is not None:
+    if not request.causal and rule.window is not None:
         return "It supports sliding windows only with a causal mask."
     if not request.causal and request.padded:
         return "It cannot mask padding under a full mask."
@@ -65,6 +69,8 @@ def unsupported(request: Request) -> str | None:
     for name, value in (("softcap", request.softcap), ("bias", request.bias), ("tile", request.tile)):
         if value is not None:
             return f"It does not support {name}."
+    if request.lse:
+        return "It has no gradient of the log-sum-exp, as return_lse=True needs."
     if request.deterministic:
         return "It adds up gradients in an order that changes from run to run, so it is not deterministic."
     return binding.unavailable() if request.here else None
@@ -107,8 +113,9 @@ def attend_grad(
     out: Float[Array, "batch queries heads dim"],
     lse: Float[Array, "batch queries heads"],
     dout: Float[Array, "batch queries heads dim"],
+    dlse: None = None,
 ) -> Callable[..., Gradients]:
-    """Backward pass; see `contract.py`."""
+    """Backward pass; see `contract.py`. There is no gradient of lse: `unsupported` rejects requests for it."""
     rows = (q, out, lse, dout)
     whole = _backward(*rows)
 

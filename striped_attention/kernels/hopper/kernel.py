@@ -97,12 +97,14 @@ def attend_grad(
     out: Float[Array, "batch queries heads value_dim"],
     lse: Float[Array, "batch queries heads"],
     dout: Float[Array, "batch queries heads value_dim"],
+    dlse: Float[Array, "batch queries heads"] | None = None,
 ) -> Callable[..., tuple[Array, Array, Array, Bias | None]]:
     """Backward pass; see `contract.py`."""
     from striped_attention.kernels.hopper import backward, one_pass, parts
 
     queries = q.shape[1]
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    delta = delta if dlse is None else delta - dlse.astype(jnp.float32)
     powers = jnp.where(jnp.isneginf(lse), 0, lse) * math.log2(math.e)
     stats = _whole(jnp.stack([powers, delta], axis=2), TILE)  # [batch, queries, 2, heads]
     stats = jnp.transpose(stats, (0, 3, 2, 1))

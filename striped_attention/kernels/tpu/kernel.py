@@ -92,9 +92,11 @@ def attend_grad(
     out: Float[Array, "batch queries heads dim"],
     lse: Float[Array, "batch queries heads"],
     dout: Float[Array, "batch queries heads dim"],
+    dlse: Float[Array, "batch queries heads"] | None = None,
 ) -> Callable[..., tuple[Array, Array, Array, Bias | None]]:
     """Backward pass; see `contract.py`."""
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    delta = delta if dlse is None else delta - dlse.astype(jnp.float32)
     lse = jnp.where(jnp.isneginf(lse), 0, lse)
     rows = _heads_first((q, dout.astype(q.dtype), lse, delta))
 
