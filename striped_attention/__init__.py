@@ -1,6 +1,8 @@
 """Exact sequence-parallel attention for JAX: Ring Attention, Striped Attention and everything between."""
 
 from striped_attention._version import __version__ as __version__
+from striped_attention.adapters import attention_fn as attention_fn
+from striped_attention.adapters import dot_product_attention as dot_product_attention
 from striped_attention.attention import attention as attention
 from striped_attention.attention import attention_shard as attention_shard
 from striped_attention.core.bias import alibi as alibi

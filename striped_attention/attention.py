@@ -72,7 +72,8 @@ def attention(
       layout: `striped()`, `striped(stripe)`, `contiguous()` or `zigzag()`; the layout that permuted the arrays.
       mask: which keys a query sees, in sequence order: `causal()`, `documents(segment_ids)`, …; permuted automatically.
       mesh: the device mesh; by default the one set by `jax.set_mesh`.
-      spec: how query, key and value are sharded, e.g. P("data", "sequence", "model", None).
+      spec: how query, key and value are sharded, e.g. P("data", "sequence", "model", None). Key heads that are too few
+        for an axis that shards heads (GQA, MQA) are replicated as little as needed.
       scale: the factor that scores are multiplied by; 1/√dim by default.
       softcap: scores become softcap · tanh(score / softcap).
       bias: `alibi(slopes)` or `relative_bias(table)`, added to the scores.
@@ -107,7 +108,7 @@ def attention(
     sinks = None if sinks is None else jnp.asarray(sinks)
     devices = count_devices(None, mesh, axis_name)
     check_arrays(query, key, value, bias, sinks)
-    check_spec(spec, axis_name, mesh, query.shape[0], key.shape[2])
+    parts = check_spec(spec, axis_name, mesh, query.shape[0], query.shape[2])
     length = check_length(query.shape[1], length, mask, layout, devices)
     check_batch(mask, query.shape[0])
     check_name(kernel)
@@ -135,6 +136,7 @@ def attention(
             *(query, key, value, mask.permute(layout, devices, query.shape[1]), bias, sinks),
             mesh=mesh_for(mesh, query, key, value),
             spec=spec,
+            copies=Strategy(heads=parts).key_copies(query.shape[2], key.shape[2]),
             options=tuple(options.items()),
         )
     return jax.tree.map(lambda x: poison(x, ok), out)
@@ -264,11 +266,22 @@ def _forward_mode_refused() -> Iterator[None]:
         ) from error
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "spec", "options"))
+@functools.partial(jax.jit, static_argnames=("mesh", "spec", "copies", "options"))
 def _on_mesh(
-    query: Array, key: Array, value: Array, mask: Mask, bias: Any, sinks: Any, *, mesh: Any, spec: Any, options: Any
+    query: Array,
+    key: Array,
+    value: Array,
+    mask: Mask,
+    bias: Any,
+    sinks: Any,
+    *,
+    mesh: Any,
+    spec: Any,
+    copies: int,
+    options: Any,
 ) -> Any:
     batch, sequence, heads, _ = spec
+    key, value = (x if copies == 1 else jnp.repeat(x, copies, axis=2) for x in (key, value))
     per_head = PartitionSpec(heads)
     mask_specs = jax.tree.map(lambda x: PartitionSpec(batch if x.shape[0] == len(query) else None, sequence), mask)
     inputs = (query, key, value, mask, bias, sinks)

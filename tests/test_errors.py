@@ -120,9 +120,9 @@ def test_attention_refuses(name):
 def test_heads_that_the_mesh_does_not_divide():
     mesh = jax.make_mesh((2, 4), ("sequence", "model"))
     with pytest.raises(
-        ValueError, match=r"shards the key heads over 4 devices, so that dimension must be divisible by 4; got 2"
+        ValueError, match=r"shards the query heads over 4 devices, so that dimension must be divisible by 4; got 6"
     ):
-        call(mesh=mesh, spec=P(None, "sequence", "model", None))
+        call(q=(1, 16, 6, 8), mesh=mesh, spec=P(None, "sequence", "model", None))
 
 
 BAD_PARTS = {

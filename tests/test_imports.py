@@ -21,6 +21,7 @@ LAYERS = (
     "planning",
     "models",
     "inference",
+    "adapters",
     "attention",
     "strategies",
     "kernels",

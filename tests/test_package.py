@@ -15,7 +15,7 @@ PUBLIC = {
     "contiguous", "striped", "zigzag", "causal", "full", "sliding_window", "documents", "prefix", "attention",
     "attention_shard", "alibi", "relative_bias", "Partial", "merge", "plan", "make_mesh",
     "KVCache", "decode_attention", "prefill_attention", "compiler_options", "SlowKernelWarning",
-    "strategy", "best_layout", "ranges", "window",
+    "strategy", "best_layout", "ranges", "window", "attention_fn", "dot_product_attention",
 }  # fmt: skip
 
 AS_TESTS_COMPILE = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
@@ -36,7 +36,7 @@ def run(code, **environment):
 
 def test_the_public_surface():
     names = set(json.loads(run("import json, striped_attention as sa; print(json.dumps(dir(sa)))")))
-    modules = {"attention", "core", "inference", "kernels", "models", "planning", "runtime", "strategies"}
+    modules = {"adapters", "attention", "core", "inference", "kernels", "models", "planning", "runtime", "strategies"}
     modules |= {"errors"}
     assert {name for name in names if not name.startswith("_")} == PUBLIC | modules
 

@@ -250,7 +250,7 @@ def test_packed_is_what_documents_makes_of_segment_ids():
     mask = packed(5000, median=200)
     ids = np.cumsum(np.diff(mask.lo[0], prepend=0) != 0)[None]
     np.testing.assert_array_equal(sa.documents(ids).lo, mask.lo)
-    assert sa.documents(ids).prefix == mask.prefix
+    assert sa.documents(ids).rule == mask.rule
     assert 10 < len(np.unique(mask.lo)) < 60
 
 

@@ -90,6 +90,31 @@ def test_key_heads_are_copied_as_little_as_needed(heads, kv_heads, shared_by, co
         assert [got[i // (share // len(got))] for i in range(share)] == wanted
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 1), (8, 2), (12, 6)])
+def test_key_heads_are_replicated_where_a_mesh_axis_shards_heads(heads, kv_heads):
+    """Tensor parallelism over 4 devices with fewer key heads, or 6: each device gets those of its query heads."""
+    mesh = jax.make_mesh((2, 4), ("sequence", "model"))
+    layout, length, rng = sa.striped(), 14, np.random.default_rng(0)
+    q, dout = rng.standard_normal((2, 2, length, heads, 4)).astype("float32")
+    k, v = rng.standard_normal((2, 2, length, kv_heads, 4)).astype("float32")
+    slopes = rng.random(heads).astype("float32")
+
+    def ours(q, k, v, slopes):
+        q, k, v = (layout.permute(x, devices=2) for x in (q, k, v))
+        spec, options = P(None, "sequence", "model", None), dict(mask=sa.causal(), bias=sa.alibi(slopes))
+        out = sa.attention(q, k, v, mesh=mesh, axis_name="sequence", spec=spec, layout=layout, **options)
+        return layout.restore(out, devices=2)
+
+    def run(attend):
+        out, pull = jax.vjp(attend, *map(jnp.asarray, (q, k, v, slopes)))
+        return out, *pull(jnp.asarray(dout))
+
+    truth = lambda q, k, v, slopes: dense_attention(q, k, v, sa.causal().dense(length), bias=sa.alibi(slopes))  # noqa: E731
+    found = jax.jit(lambda: run(ours))()
+    for actual, wanted in zip(found, run(truth), strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=FLOAT32_TOLERANCE)
+
+
 def messages(strategy, devices, tokens, heads, kv_heads, dim, gradients=False):
     """Elements that a device sends, counted in the program for CPUs, which always sends float32."""
     mesh = mesh_of(devices)

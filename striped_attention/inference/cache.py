@@ -77,7 +77,7 @@ class KVCache:
             raise ValueError(f"A cache needs a jax.sharding.Mesh with the {what} {axis_name!r}; got {mesh!r}.")
         mesh = mesh_for(mesh)
         spec = P(*((None, axis_name, None, None) if spec is None else spec))
-        check_spec(spec, axis_name, mesh, batch, kv_heads)
+        check_spec(spec, axis_name, mesh, batch, kv_heads, "key heads")
         kept = capacity if window is None else min(capacity, check_whole("window", window) + new - 1)
         room = layout.padded_length(kept, count_devices(None, mesh, axis_name))
         array = lambda dtype, spec, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))  # noqa: E731

@@ -38,8 +38,13 @@ def reshard(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
     return jax.reshard(x, NamedSharding(mesh, keep))
 
 
-def check_spec(spec: PartitionSpec, axis_name: str | tuple[str, ...], mesh: Any, batch: int, kv_heads: int) -> None:
-    """Raise ValueError unless arrays [batch, length, heads, dim] can be sharded by `spec`."""
+def check_spec(
+    spec: PartitionSpec, axis_name: str | tuple[str, ...], mesh: Any, batch: int, heads: int, what: str = "query heads"
+) -> int:
+    """Raise ValueError unless arrays [batch, length, heads, dim] can be sharded by `spec`. Return the shards of heads.
+
+    `what` says what `heads` counts.
+    """
     if len(spec) != 4 or _names(spec[1]) != _names(axis_name) or spec[3] is not None:
         raise ValueError(
             f"spec must describe arrays [batch, length, heads, dim], with length sharded over {axis_name!r} and dim "
@@ -48,16 +53,18 @@ def check_spec(spec: PartitionSpec, axis_name: str | tuple[str, ...], mesh: Any,
     names = [name for entry in spec for name in _names(entry)]
     if len(set(names)) < len(names):
         raise ValueError(f"spec may use each mesh axis only once; got {spec}.")
-    for what, size, entry in (("batch", batch, spec[0]), ("key heads", kv_heads, spec[2])):
+    parts = 1
+    for name, size, entry in (("batch", batch, spec[0]), (what, heads, spec[2])):
         unknown = [name for name in _names(entry) if name not in mesh.axis_names]
         if unknown:
             raise ValueError(f"spec names the axis {unknown[0]!r}, but the mesh has {tuple(mesh.axis_names)}.")
         parts = math.prod(mesh.shape[name] for name in _names(entry))
         if size % parts:
             raise ValueError(
-                f"spec shards the {what} over {parts} devices, so that dimension must be divisible by {parts}; got "
+                f"spec shards the {name} over {parts} devices, so that dimension must be divisible by {parts}; got "
                 f"{size}. Use another size, or leave that mesh axis out of spec."
             )
+    return parts
 
 
 def current_device() -> tuple[str, str]:
