@@ -27,4 +27,5 @@ from striped_attention.planning.layouts import best_layout as best_layout
 from striped_attention.planning.plan import plan as plan
 from striped_attention.runtime.compiler import compiler_options as compiler_options
 from striped_attention.runtime.mesh import make_mesh as make_mesh
+from striped_attention.runtime.sharding import shard_batch as shard_batch
 from striped_attention.strategies.strategy import strategy as strategy

@@ -111,7 +111,7 @@ def dot_product_attention(
 
     Takes all its arguments, except that `mask` and `bias` must be of this library. Queries beyond `query_seq_lengths`
     are 0. By default the sequence is in contiguous shards. `axis_name`, `order` and `options` are those of
-    `attention_fn`; for example `functools.partial(sa.dot_product_attention, axis_name="sequence", layout=sa.striped())`.
+    `attention_fn`, for example functools.partial(sa.dot_product_attention, axis_name="sequence", layout=sa.striped()).
     """
     _check(None, order)
     if implementation not in KERNELS:

@@ -15,7 +15,7 @@ PUBLIC = {
     "contiguous", "striped", "zigzag", "causal", "full", "sliding_window", "documents", "prefix", "attention",
     "attention_shard", "alibi", "relative_bias", "Partial", "merge", "plan", "make_mesh",
     "KVCache", "decode_attention", "prefill_attention", "compiler_options", "SlowKernelWarning",
-    "strategy", "best_layout", "ranges", "window", "attention_fn", "dot_product_attention",
+    "strategy", "best_layout", "ranges", "window", "shard_batch", "attention_fn", "dot_product_attention",
 }  # fmt: skip
 
 AS_TESTS_COMPILE = {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}

@@ -1,6 +1,7 @@
 """Sharding: how the arrays of attention are sharded over a mesh."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -8,6 +9,9 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from striped_attention.core.annotations import checks_itself
+from striped_attention.core.layout import AxisName, Layout, count_devices
+from striped_attention.core.mask import Mask
 from striped_attention.runtime.hardware import hardware_of
 
 
@@ -36,6 +40,68 @@ def reshard(x: Array, mesh: Any, spec: PartitionSpec) -> Array:
         return x
     keep = PartitionSpec(*(entry if set(_names(entry)) <= explicit else None for entry in spec))
     return jax.reshard(x, NamedSharding(mesh, keep))
+
+
+@checks_itself
+def shard_batch(
+    batch: Any,
+    *,
+    layout: Layout,
+    axis_name: AxisName,
+    mesh: Mesh | None = None,
+    batch_axis: AxisName | None = None,
+    pad: int | Mapping[str, int] = 0,
+) -> Any:
+    """Pad, permute and shard everything that belongs to the tokens of a batch, so that no two arrays can differ.
+
+    Args:
+      batch: arrays [batch, length, ...] or [length], in sequence order, such as tokens, targets, positions and segment
+        ids, in a dictionary or any other pytree. Masks are permuted and sharded too. In a cluster, every process passes
+        the whole batch.
+      layout, axis_name, mesh: as `attention` takes them.
+      batch_axis: the mesh axis, or several, that shards the batch dimension.
+      pad: the value of padding; for a dictionary also by name, {"targets": -1}, and 0 for others.
+
+    Returns:
+      The same pytree of global arrays in layout order. Shift targets by one token before, in sequence order.
+    """
+    if mesh is None:
+        mesh = jax.sharding.get_mesh()
+        if mesh.empty:
+            raise ValueError("shard_batch needs a mesh: pass mesh=…, or call it under jax.set_mesh(mesh).")
+    devices = count_devices(None, mesh, axis_name)
+    leaves, structure = jax.tree.flatten_with_path(batch, is_leaf=lambda x: isinstance(x, Mask))
+    lengths = {jax.tree_util.keystr(path): _length(path, x) for path, x in leaves}
+    if len(set(lengths.values()) - {None}) > 1:
+        each = ", ".join(f"{path} {length}" for path, length in lengths.items() if length is not None)
+        raise ValueError(f"All arrays of a batch must have the same length; got {each}.")
+    if isinstance(pad, Mapping) and (unknown := set(pad) - set(batch if isinstance(batch, Mapping) else ())):
+        raise ValueError(f"pad names {sorted(unknown)}, but the batch has no such arrays.")
+
+    def put(x: Any, rows: Any) -> jax.Array:
+        spec = PartitionSpec(axis_name) if x.ndim == 1 else PartitionSpec(rows, axis_name)
+        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+
+    def place(path: Any, x: Any) -> Any:
+        if isinstance(x, Mask):
+            one = lambda x: put(np.asarray(x), batch_axis if x.shape[0] > 1 else None)  # noqa: E731
+            return jax.tree.map(one, x.permute(layout, devices))
+        value = pad.get(str(getattr(path[0], "key", "")), 0) if isinstance(pad, Mapping) else pad
+        return put(layout.permute(np.asarray(x), devices, axis=min(1, np.ndim(x) - 1), pad=value), batch_axis)
+
+    return jax.tree.unflatten(structure, [place(path, x) for path, x in leaves])
+
+
+def _length(path: Any, x: Any) -> int | None:
+    """Return the length of an array of a batch; None for masks that fit any length."""
+    if isinstance(x, Mask):
+        return x.length
+    if np.ndim(x) == 0:
+        raise ValueError(
+            f"Arrays of a batch must be [batch, length, ...] or [length]; {jax.tree_util.keystr(path) or 'it'} is a "
+            f"scalar."
+        )
+    return int(np.shape(x)[min(1, np.ndim(x) - 1)])
 
 
 def check_spec(
