@@ -117,17 +117,17 @@ def dot_product_attention(
     if implementation not in KERNELS:
         raise ValueError(f"implementation must be None, 'xla' or 'cudnn'; got {implementation!r}.")
     arrays = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    length = arrays[0].shape[-3]
+    length, keys = arrays[0].shape[-3], arrays[1].shape[-3]
     masks: list[Mask | None] = [causal() if is_causal else None]
     if local_window_size is not None:
         sides = local_window_size if isinstance(local_window_size, tuple) else (local_window_size, local_window_size)
         masks.append(window(*sides))
     if key_value_seq_lengths is not None:
-        masks.append(ranges(0, _per_row(key_value_seq_lengths, length)))
+        masks.append(ranges(0, _per_row(key_value_seq_lengths, length), keys))
     if query_seq_lengths is not None:
         xp: Any = jnp if isinstance(query_seq_lengths, jax.Array) else np
         beyond = np.arange(length, dtype=np.int32) >= _per_row(query_seq_lengths, length)
-        masks.append(ranges(xp.where(beyond, length, 0), length))
+        masks.append(ranges(xp.where(beyond, keys, 0), keys, keys))
     options = {"scale": scale, "kernel": KERNELS[implementation], "return_lse": return_residual, **options}
     where = dict(axis_name=axis_name, layout=layout)
     return _run(*arrays, bias, mask, masks, order, where, options)
@@ -190,7 +190,8 @@ def _ordered(arrays: tuple[Array, ...], mask: Mask, order: str, options: dict[st
     mesh = options.get("mesh") or jax.sharding.get_abstract_mesh()
     if order == "layout" or mesh.empty:  # without a mesh, `attention` raises
         return attention(*arrays, mask=mask, **options)
-    length, devices = arrays[0].shape[1], count_devices(None, mesh, axis_name)
+    lengths = {"length": (length := arrays[0].shape[1]), "key_length": arrays[1].shape[1]}
+    devices = count_devices(None, mesh, axis_name)
     permuted = (layout.permute(x, devices, axis=1) for x in arrays)
-    result = attention(*permuted, mask=mask, **{"length": length, **options})
+    result = attention(*permuted, mask=mask, **{**lengths, **options})
     return jax.tree.map(lambda x: layout.restore(x, devices, axis=1, length=length), result)

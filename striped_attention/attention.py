@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from striped_attention.core.annotations import checks_itself
-from striped_attention.core.arguments import check_arrays, check_batch, check_length, check_options
+from striped_attention.core.arguments import check_arrays, check_batch, check_context, check_length, check_options
 from striped_attention.core.bias import Bias
 from striped_attention.core.checks import check_positions, poison
 from striped_attention.core.layout import AxisName, Layout, check_axis, count_devices
@@ -41,8 +41,8 @@ from striped_attention.strategies.strategy import AUTO, Strategy, check_strategy
 @checks_itself
 def attention(
     query: Float[Array | np.ndarray, "batch length heads dim"],
-    key: Float[Array | np.ndarray, "batch length kv_heads dim"],
-    value: Float[Array | np.ndarray, "batch length kv_heads dim"],
+    key: Float[Array | np.ndarray, "batch key_length kv_heads dim"],
+    value: Float[Array | np.ndarray, "batch key_length kv_heads dim"],
     *,
     axis_name: AxisName,
     layout: Layout,
@@ -60,6 +60,8 @@ def attention(
     length: int | None = None,
     positions: Int[Array | np.ndarray, "*rows length"] | None = None,
     return_lse: bool = False,
+    key_length: int | None = None,
+    offset: int = 0,
 ) -> Float[Array, "batch length heads dim"]:
     """Compute exact attention over sequences that are sharded over a mesh axis.
 
@@ -98,6 +100,9 @@ def attention(
         run time, the result is NaN instead, and SA_CHECK=1 logs the reason.
       return_lse: return a `Partial`: the output in float32, and the log-sum-exp of every row's scores. `merge` combines
         it with attention to other keys. Both have gradients.
+      key_length: the number of real keys, if key and value belong to another sequence than query (cross attention),
+        permuted by the same layout. By default, all of them if there are fewer or more than queries.
+      offset: the place of the first query among the keys, for queries that continue a longer sequence.
 
     Returns:
       An array of the shape and dtype of `query`. Rows that see no key, such as padding, are 0.
@@ -110,6 +115,7 @@ def attention(
     check_arrays(query, key, value, bias, sinks)
     parts = check_spec(spec, axis_name, mesh, query.shape[0], query.shape[2])
     length = check_length(query.shape[1], length, mask, layout, devices)
+    check_context(length, query.shape[1], key_length, key.shape[1], offset, mask, layout, devices)
     check_batch(mask, query.shape[0])
     check_name(kernel)
     check_strategy(strategy, devices)
@@ -117,7 +123,7 @@ def attention(
     tile = check_options(scale, softcap, tile)
     ok = None
     if positions is not None:
-        expected = layout.order(query.shape[1], devices)
+        expected = layout.order(query.shape[1], devices)  # from 0, also with an offset
         ok = check_positions(positions, expected, query.shape[0], length, layout, devices)
     options = dict(
         axis_name=axis_name,
@@ -130,6 +136,8 @@ def attention(
         deterministic=deterministic,
         length=length,
         return_lse=_check_flag("return_lse", return_lse),
+        key_length=key_length,
+        offset=offset,
     )
     with _forward_mode_refused():
         out = _on_mesh(
@@ -145,8 +153,8 @@ def attention(
 @checks_itself
 def attention_shard(
     query: Float[Array | np.ndarray, "batch slots heads dim"],
-    key: Float[Array | np.ndarray, "batch slots kv_heads dim"],
-    value: Float[Array | np.ndarray, "batch slots kv_heads dim"],
+    key: Float[Array | np.ndarray, "batch key_slots kv_heads dim"],
+    value: Float[Array | np.ndarray, "batch key_slots kv_heads dim"],
     *,
     axis_name: AxisName,
     layout: Layout,
@@ -162,6 +170,8 @@ def attention_shard(
     length: int | None = None,
     positions: Int[Array | np.ndarray, "*rows slots"] | None = None,
     return_lse: bool = False,
+    key_length: int | None = None,
+    offset: int = 0,
 ) -> Float[Array, "batch slots heads dim"]:
     """Compute `attention` inside `jax.shard_map`, where every array is this device's shard.
 
@@ -194,6 +204,8 @@ def attention_shard(
                 f"the arrays were padded further than necessary, use mask.permute(layout, devices, "
                 f"slots={padded_length})."
             )
+    slots = key.shape[1] * devices
+    context = check_context(length, padded_length, key_length, slots, offset, mask, layout, devices)
     check_batch(mask, query.shape[0])
     tile = check_options(scale, softcap, tile)
     platform, kind = current_device()
@@ -208,6 +220,7 @@ def attention_shard(
         softcap=softcap,
         deterministic=deterministic,
         lse=_check_flag("return_lse", return_lse),
+        context=context is not None,
         tile=tile,
         platform=platform,
         device_kind=kind,
@@ -223,6 +236,7 @@ def attention_shard(
         *(axis_name, devices, layout, length, padded_length, attend, scale, softcap, tile, chosen),
         deterministic=deterministic,
         lse=return_lse,
+        context=context,
     )
     ok = None
     if positions is not None:

@@ -17,9 +17,9 @@ LENGTH, DEVICES = 21, 4
 LAYOUTS = [sa.contiguous(), sa.striped(2), sa.zigzag()]
 
 
-def arrays(heads=4, kv_heads=2, dtype="float32", batch=(2,)):
+def arrays(heads=4, kv_heads=2, dtype="float32", batch=(2,), keys=LENGTH):
     rng = np.random.default_rng(0)
-    shapes = [(*batch, LENGTH, n, 8) for n in (heads, kv_heads, kv_heads)]
+    shapes = [(*batch, *size, 8) for size in ((LENGTH, heads), (keys, kv_heads), (keys, kv_heads))]
     return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
 
 
@@ -41,12 +41,13 @@ OPTIONS = [
 ]
 
 
+@pytest.mark.parametrize("keys", [LENGTH, 34], ids=["self", "cross"])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_signature_of_jax_nn(options):
+def test_the_signature_of_jax_nn(options, keys):
     """Outputs and gradients are those of jax.nn.dot_product_attention for every combination of its options."""
     given = {k: np.array(v, np.int32) if isinstance(v, list) else v for k, v in options.items()}
     layout = LAYOUTS[OPTIONS.index(options) % 3]
-    inputs = arrays()
+    inputs = arrays(keys=keys)
     dout = jnp.asarray(np.random.default_rng(1).standard_normal(inputs[0].shape), jnp.float32)
     seen = np.ones((2, LENGTH), bool)
     if options["query_seq_lengths"] is not None:

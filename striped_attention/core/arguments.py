@@ -1,5 +1,6 @@
 """Checks of the arguments of attention, before anything runs."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -7,10 +8,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from striped_attention.core.bias import Bias
-from striped_attention.core.layout import check_layout, check_whole
+from striped_attention.core.layout import INT32_MAX, Layout, check_layout, check_whole
 from striped_attention.core.mask import Mask
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Keys that are not those of the queries' own sequence: their number, padded too, in the same layout.
+
+    The query at position p takes the place p + `offset` among them.
+    """
+
+    length: int
+    padded_length: int
+    offset: int = 0
 
 
 def check_arrays(query: Any, key: Any, value: Any, bias: Any, sinks: Any) -> None:
@@ -20,8 +33,8 @@ def check_arrays(query: Any, key: Any, value: Any, bias: Any, sinks: Any) -> Non
         raise ValueError(f"query, key and value must be [batch, length, heads, dim]; got {shapes}.")
     if key.shape != value.shape:
         raise ValueError(f"key and value must have the same shape; got {shapes}.")
-    if query.shape[:2] != key.shape[:2]:
-        raise ValueError(f"query and key must have the same batch and length; got {shapes}.")
+    if query.shape[0] != key.shape[0]:
+        raise ValueError(f"query and key must have the same batch; got {shapes}.")
     if query.shape[3] != key.shape[3]:
         raise ValueError(f"query and key must have the same dim; got {shapes}.")
     if 0 in query.shape or 0 in key.shape:
@@ -73,6 +86,34 @@ def check_length(padded_length: int, length: Any, mask: Any, layout: Any, device
         )
     mask.check_length(length)
     return length
+
+
+def check_context(
+    length: int, slots: int, key_length: Any, key_slots: int, offset: Any, mask: Mask, layout: Layout, devices: int
+) -> Context | None:
+    """Return the keys' sequence if it is not that of the queries; `slots` and `key_slots` are the padded lengths."""
+    offset = check_whole("offset", offset, least=0)
+    if key_length is None and key_slots == slots and not offset:
+        return None
+    layout.positions(0, key_slots, devices)
+    key_length = check_whole(
+        "key_length", (length if key_slots == slots else key_slots) if key_length is None else key_length
+    )
+    if key_length > key_slots:
+        raise ValueError(
+            f"key_length, the number of real keys, must be between 1 and the length of the keys, {key_slots}; got "
+            f"{key_length}."
+        )
+    if offset + slots > INT32_MAX:
+        raise ValueError(f"Positions are int32: offset plus length may be at most {INT32_MAX}; got {offset + slots}.")
+    if (key_length, offset) == (length, 0) and key_slots == slots:
+        return None
+    if "documents" in mask.made:
+        raise ValueError(
+            f"A documents mask is for queries and keys of one sequence; got {length} queries at offset {offset} and "
+            f"{key_length} keys. Use ranges(lo, hi, key_length={key_length}) with the keys that each query may see."
+        )
+    return Context(key_length, key_slots, offset)
 
 
 def check_batch(mask: Mask, batch: int) -> None:

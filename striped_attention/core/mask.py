@@ -120,23 +120,28 @@ class Mask:
             placed=self.placed or other.placed,
         )
 
-    def bounds(self, positions: Int[Array | np.ndarray, " positions"], length: int) -> tuple[Bounds, Bounds]:
+    def bounds(
+        self, positions: Int[Array | np.ndarray, " positions"], length: int, keys: int | None = None, offset: int = 0
+    ) -> tuple[Bounds, Bounds]:
         """Return `lo` and `hi`, [rows, positions], for queries of a sequence of `length` tokens; rows is batch or 1.
 
-        Positions past the end of the sequence (padding) see nothing: their range is `[length, length)`.
+        Positions past the end of the sequence (padding) see nothing: their range is `[keys, keys)`. `keys` is the
+        number of keys, if they are not those of the same sequence; the query at position 0 then takes place `offset`.
         """
-        xp, rule = namespace(positions, self.lo, self.hi), self.rule
+        xp, rule, keys = namespace(positions, self.lo, self.hi), self.rule, length if keys is None else keys
         p = xp.asarray(positions, dtype=np.int32)[None, :]
+        real, p = p < length, p + np.int32(offset) if offset else p
         lo = xp.zeros_like(p) if rule.window is None else xp.maximum(p - (rule.window - 1), 0)
-        hi = xp.full_like(p, length) if rule.prefix is None else xp.minimum(xp.maximum(p + 1, rule.prefix), length)
+        hi = xp.full_like(p, keys) if rule.prefix is None else xp.minimum(xp.maximum(p + 1, rule.prefix), keys)
         if rule.ahead is not None:
-            ahead = min(rule.ahead, length - 1)
-            hi = xp.minimum(hi, xp.minimum(p, length - 1 - ahead) + ahead + 1)  # in this order int32 does not overflow
+            ahead = min(rule.ahead, keys - 1)
+            hi = xp.minimum(hi, xp.minimum(p, keys - 1 - ahead) + ahead + 1)  # in this order int32 does not overflow
         lo = lo if self.lo is None else xp.maximum(lo, self.lo)
         hi = hi if self.hi is None else xp.minimum(hi, self.hi)
-        lo = lo if self.lo is None else xp.minimum(lo, hi)  # empty ranges are [hi, hi), so kernels see start ≤ end
+        if offset or not (self.lo is None and self.hi is None):
+            lo = xp.minimum(lo, hi)  # empty ranges are [hi, hi), so kernels see start ≤ end
         lo, hi = xp.broadcast_arrays(lo, hi)
-        return xp.where(p < length, lo, length), xp.where(p < length, hi, length)
+        return xp.where(real, lo, keys), xp.where(real, hi, keys)
 
     def permute(self, layout: Layout, devices: int, slots: int | None = None) -> "Mask":
         """Return the mask in layout order, to enter `shard_map` (sharded like [batch, length]). No-op without arrays.
@@ -222,14 +227,17 @@ def prefix(length: int) -> Mask:
 
 @checks_itself
 def ranges(
-    lo: Int[Array | np.ndarray, "*rows length"] | int, hi: Int[Array | np.ndarray, "*rows length"] | int
+    lo: Int[Array | np.ndarray, "*rows length"] | int,
+    hi: Int[Array | np.ndarray, "*rows length"] | int,
+    key_length: int | None = None,
 ) -> Mask:
     """Any ranges of keys: a query at position p sees the keys [lo[p], hi[p]); none if lo[p] ≥ hi[p].
 
     `lo` and `hi` are [length] or [batch, length], in sequence order; one of them may be an integer. Neither may ever
-    decrease along the sequence. Values below 0 mean 0, and values beyond the sequence mean its end. Traced values
-    cannot be checked; with SA_CHECK=1, ones that decrease are logged as an error at run time, and no query of that
-    sequence sees any key. Intersect with `causal()` if no query sees a later key: that is then known at trace time.
+    decrease along the sequence. Values below 0 mean 0, and values beyond the keys mean their end; `key_length` is the
+    number of keys, by default that of the queries. Traced values cannot be checked; with SA_CHECK=1, ones that decrease
+    are logged as an error at run time, and no query of that sequence sees any key. Intersect with `causal()` if no
+    query sees a later key: that is then known at trace time.
 
         position = np.arange(length)
         sa.ranges(0, (position // 512 + 1) * 512)                    block-causal, with blocks of 512
@@ -246,16 +254,17 @@ def ranges(
             f"got shapes {ends['lo'].shape} and {ends['hi'].shape}."
         )
     (length,) = lengths
+    end = length if key_length is None else check_whole("key_length", key_length)
     both = []
     for name, x in ends.items():
         xp: Any = namespace(x)
-        x = xp.clip(x, 0, length).astype(np.int32)
+        x = xp.clip(x, 0, end).astype(np.int32)
         if isinstance(x, np.ndarray):
             _check_monotone(name, x)
         elif x.ndim == 2 and checks_enabled():
             ok = jnp.all(x[:, 1:] >= x[:, :-1], axis=1)
             log_unless(ok, _explain_monotone, np.array(name == "lo"), x)
-            x = jnp.where(ok[:, None], x, length if name == "lo" else 0)
+            x = jnp.where(ok[:, None], x, end if name == "lo" else 0)
         both.append(x if x.ndim == 2 else xp.full((1, length), x))
     return Mask(lo=both[0], hi=both[1], length=length, made=("ranges",))
 

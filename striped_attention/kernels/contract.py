@@ -44,6 +44,8 @@ from striped_attention.core.layout import Layout
 from striped_attention.core.mask import Mask, Rule
 from striped_attention.core.partial import Partial
 
+CONTEXT = "context"  # in `Request.made`: the keys are not those of the queries' own sequence
+
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -106,6 +108,7 @@ def make_request(
     softcap: float | None = None,
     deterministic: bool = False,
     lse: bool = False,
+    context: bool = False,
     gathered: bool = False,
     tile: tuple[int, int] | None = None,
     device_kind: str = "",
@@ -130,7 +133,7 @@ def make_request(
         devices=devices,
         length=queries * devices if length is None else length,
         rule=Rule() if mask is None else mask.rule,
-        made=made or ("ranges",) if arrays else (),
+        made=(*(made or ("ranges",) if arrays else ()), *((CONTEXT,) if context else ())),
         lse=lse,
         bias=None if bias is None else "slopes" if bias.values is None else "values",
         softcap=softcap,

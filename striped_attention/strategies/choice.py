@@ -192,8 +192,10 @@ def _fastest(request: Request, kernel: str, forward_only: bool, neighbours: int 
     if neighbours is not None:
         hardware = dataclasses.replace(hardware, group=neighbours)
     mask = Mask(request.rule)
-    if request.made:  # what is not known: documents of the usual lengths, or causal ranges
-        mask = mask & (packed(request.length) if "documents" in request.made else causal())
+    if "documents" in request.made:  # not known here: documents of the usual lengths, or causal ranges
+        mask = mask & packed(request.length)
+    elif "ranges" in request.made:
+        mask = mask & causal()
     count = TileCount(mask, request.length, affordable=0)  # estimates, to keep tracing fast
     seconds: dict[Strategy, float] = {}
     memory: dict[Strategy, int] = {}

@@ -27,10 +27,11 @@ def to_heads(problem: Problem, q: Array, k: Array, v: Array, mask: Mask, bias: A
     """Return all tokens of a group of neighbours, for this device's share of the heads. The mask has no heads."""
     copies = problem.strategy.key_copies(q.shape[2], k.shape[2])
     k, v = (x if copies == 1 else jnp.repeat(x, copies, axis=2) for x in (k, v))
-    where = _neighbours(problem)
-    q, k, v = (_join(problem, _trade.bind(x, split=2, concat=1, **where)) for x in (q, k, v))
+    where, slots = _neighbours(problem), problem.padded_length
+    trade = lambda x, slots: _join(problem, _trade.bind(x, split=2, concat=1, **where), slots)  # noqa: E731
+    q, k, v = trade(q, slots), *(trade(x, problem.keys.padded_length) for x in (k, v))
     together = lambda x: lax.all_gather(x, axis=1, tiled=True, **where)  # noqa: E731
-    mask = jax.tree.map(lambda x: _join(problem, together(x)), mask)
+    mask = jax.tree.map(lambda x: _join(problem, together(x), slots), mask)
     member = lax.rem(lax.axis_index(problem.axis_name), np.int32(problem.strategy.heads))
     mine = lambda x: lax.dynamic_slice_in_dim(x, member * q.shape[2], q.shape[2])  # noqa: E731
     return q, k, v, mask, *jax.tree.map(mine, (bias, sinks))
@@ -42,8 +43,8 @@ def from_heads(problem: Problem, out: Array) -> Array:
     return _trade.bind(out, split=1, concat=2, **_neighbours(problem))
 
 
-def _join(problem: Problem, x: Array) -> Array:
-    return problem.layout.join(x, problem.strategy.heads, problem.padded_length, problem.devices)
+def _join(problem: Problem, x: Array, padded_length: int) -> Array:
+    return problem.layout.join(x, problem.strategy.heads, padded_length, problem.devices)
 
 
 def _neighbours(problem: Problem) -> dict[str, Any]:
@@ -106,7 +107,7 @@ def gather(problem: Problem, x: Any) -> Any:
     """Gather x, which belongs to keys, from all devices of this device's gathering group."""
     if problem.strategy.gather == 1:
         return x
-    size = (problem.strategy.gather, problem.padded_length, problem.query_devices)
+    size = (problem.strategy.gather, problem.keys.padded_length, problem.query_devices)
 
     def one(leaf: Array) -> Array:
         together = lax.all_gather(leaf, axis=1, tiled=True, **_gatherers(problem))
@@ -120,7 +121,7 @@ def scatter(problem: Problem, x: Any) -> Any:
     """Sum x over the devices of a gathering group; return the part of this device's keys: the transpose of `gather`."""
     if problem.strategy.gather == 1:
         return x
-    size = (problem.strategy.gather, problem.padded_length, problem.query_devices)
+    size = (problem.strategy.gather, problem.keys.padded_length, problem.query_devices)
 
     def one(leaf: Array) -> Array:
         apart = problem.query_layout.split(leaf, *size)

@@ -32,14 +32,12 @@ class Ring:
         return group + ((place + places) % self.size - place) * self.stride
 
 
-def make_rings(
-    inner: int, layout: Layout, rule: Rule, length: int, padded_length: int, groups: int
-) -> tuple[Ring, ...]:
+def make_rings(inner: int, offsets: tuple[int, ...], groups: int) -> tuple[Ring, ...]:
     """Return the rings that keys travel, the outer one first: one, or a double ring with inner rings of `inner` groups.
 
-    If a mask such as a window makes some hops unnecessary, a single ring is used, because it makes fewer hops.
+    If a mask such as a window makes some hops unnecessary, so that `needed_hops` returns fewer `offsets`, a single ring
+    is used, because it makes fewer hops.
     """
-    offsets = needed_hops(layout, rule, length, padded_length, groups)
     if 1 < inner < groups and len(offsets) == groups:
         outer = groups // inner
         return Ring(outer, inner, offsets[:outer]), Ring(inner, 1, offsets[:inner])

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jax import lax
 
+from striped_attention.core.arguments import Context
 from striped_attention.core.bias import Bias
 from striped_attention.core.layout import AxisName, Layout
 from striped_attention.core.mask import Mask
@@ -35,6 +36,7 @@ class Problem:
     strategy: Strategy = RING
     deterministic: bool = False
     lse: bool = False  # whether the result is a `Partial` with the lse, which then has a gradient
+    context: Context | None = None  # of cross attention
 
     @property
     def query_layout(self) -> Layout:
@@ -49,18 +51,24 @@ class Problem:
         return self.layout.grouped(self.strategy.group)
 
     @property
+    def keys(self) -> Context:
+        """The keys that the queries see: those of the context, or else of the same sequence."""
+        return self.context or Context(self.length, self.padded_length)
+
+    @property
     def ring(self) -> int:
         """The number of groups that keys travel among."""
         return self.devices // self.strategy.group
 
     def offsets(self, mask: Mask) -> tuple[int, ...]:
         """Return how many places back in the ring the keys of every step come from."""
+        if self.context is not None:
+            return tuple(range(self.ring))
         return needed_hops(self.key_layout, mask.rule, self.length, self.padded_length, self.ring)
 
     def rings(self, mask: Mask) -> tuple[Ring, ...]:
         """Return the rings that keys travel, the outer one first."""
-        sizes = (self.length, self.padded_length, self.ring)
-        return make_rings(self.strategy.inner, self.key_layout, mask.rule, *sizes)
+        return make_rings(self.strategy.inner, self.offsets(mask), self.ring)
 
     def blocks(self, mask: Mask, bias: Bias | None) -> Callable[..., Block]:
         """Return a function from an offset in each ring to the block of this device's queries with those keys."""
@@ -84,18 +92,19 @@ class Problem:
         `here`'s queries.
         """
         positions = self.query_layout.positions(here, self.padded_length, self.query_devices)
-        lo, hi = mask.bounds(positions, self.length)
-        rule = mask.rule
-        simple = rule.prefix in (None, 0) and rule.ahead is None
+        context, rule = self.keys, mask.rule
+        lo, hi = mask.bounds(positions, self.length, context.length, context.offset)
+        simple = rule.prefix in (None, 0) and rule.ahead is None and self.context is None
         known = mask.lo is None and mask.hi is None and simple and self.strategy.gather == 1
         shape = (self.query_layout, self.query_devices, self.padded_length)
-        keys, where = self.key_layout, (self.padded_length, self.ring)
+        keys, where = self.key_layout, (context.padded_length, self.ring)
+        queries = positions + np.int32(context.offset) if context.offset else positions
 
         def block(there: Any, own: bool) -> Block:
             start, end = (keys.count_before(there, x, *where) for x in (lo, hi))
             pattern = Pattern(*shape, causal=rule.prefix == 0, window=rule.window, own=own) if known else None
-            alike = own and self.strategy.gather == 1
-            places = positions, positions if alike else keys.positions(there, *where)
+            alike = own and self.strategy.gather == 1 and self.context is None
+            places = queries, queries if alike else keys.positions(there, *where)
             return Block(start, end, *places, bias, pattern, self.scale, self.softcap, self.tile, self.deterministic)
 
         return block

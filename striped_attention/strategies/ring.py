@@ -34,8 +34,8 @@ SAVED = ("attention_out", "attention_lost", "attention_lse")
 def ring_attention(
     problem: Problem,
     q: Float[Array, "batch slots heads dim"],
-    k: Float[Array, "batch slots kv_heads dim"],
-    v: Float[Array, "batch slots kv_heads dim"],
+    k: Float[Array, "batch key_slots kv_heads dim"],
+    v: Float[Array, "batch key_slots kv_heads dim"],
     mask: Mask,
     bias: Bias | None = None,
     sinks: Float[Array, " heads"] | None = None,
@@ -51,16 +51,29 @@ def ring_attention(
     for leaf in jax.tree.leaves(inputs):
         zero = zero + jnp.zeros_like(leaf, shape=(), dtype=zero.dtype)
     inputs = jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), inputs)
-    if problem.length == problem.padded_length:
-        return _exchanged(problem, *inputs)
     # Padding must not affect the result. A model may have turned zeros into NaN there, and 0 · NaN is NaN.
-    held = problem.layout.positions(lax.axis_index(problem.axis_name), problem.padded_length, problem.devices)
-    real = (held < problem.length)[None, :, None, None]
-    blank = lambda x: jnp.where(real, x, 0)  # noqa: E731
-    result = _exchanged(problem, *map(blank, inputs[:3]), *inputs[3:])
+    keys = problem.keys
+    real, seen = (
+        _real(problem, *sizes) for sizes in ((problem.length, problem.padded_length), (keys.length, keys.padded_length))
+    )
+    q, k, v, *rest = inputs
+    result = _exchanged(problem, _blank(q, real), _blank(k, seen), _blank(v, seen), *rest)
     if problem.lse:
-        return Partial(blank(result.out), jnp.where(real[..., 0], result.lse, -jnp.inf))
-    return blank(result)
+        return Partial(_blank(result.out, real), _blank(result.lse, real, -jnp.inf))
+    return _blank(result, real)
+
+
+def _real(problem: Problem, length: int, padded_length: int) -> Any:
+    """Return which slots of this device hold real tokens; None if all do."""
+    if length == padded_length:
+        return None
+    held = problem.layout.positions(lax.axis_index(problem.axis_name), padded_length, problem.devices)
+    return held < length
+
+
+def _blank(x: Array, real: Array | None, value: float = 0) -> Array:
+    """Return an array [batch, slots, ...] with `value` in padding."""
+    return x if real is None else jnp.where(real.reshape(1, -1, *[1] * (x.ndim - 2)), x, value)
 
 
 def _exchanged(problem: Problem, *inputs: Any) -> Any:

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from striped_attention.core.mask import Mask
-from striped_attention.kernels.contract import Request
+from striped_attention.kernels.contract import CONTEXT, Request
 from striped_attention.runtime.hardware import Hardware
-from striped_attention.strategies.hops import Ring, make_rings
+from striped_attention.strategies.hops import Ring, make_rings, needed_hops
 from striped_attention.strategies.messages import Messages
 from striped_attention.strategies.strategy import RING, Strategy, exchanged
 
@@ -83,7 +83,10 @@ class Workload:
 def rings_of(plain: Request, strategy: Strategy) -> tuple[Ring, ...]:
     """Return the rings that keys travel, from what a ring would ask of a kernel."""
     layout, groups = plain.layout.grouped(strategy.group), plain.devices // strategy.group
-    return make_rings(strategy.inner, layout, plain.rule, plain.length, plain.padded_length, groups)
+    offsets = tuple(range(groups))
+    if CONTEXT not in plain.made:
+        offsets = needed_hops(layout, plain.rule, plain.length, plain.padded_length, groups)
+    return make_rings(strategy.inner, offsets, groups)
 
 
 def messages_of(plain: Request, strategy: Strategy) -> Messages:
