@@ -42,7 +42,7 @@ from striped_attention.strategies.strategy import AUTO, Strategy, check_strategy
 def attention(
     query: Float[Array | np.ndarray, "batch length heads dim"],
     key: Float[Array | np.ndarray, "batch key_length kv_heads dim"],
-    value: Float[Array | np.ndarray, "batch key_length kv_heads dim"],
+    value: Float[Array | np.ndarray, "batch key_length kv_heads value_dim"],
     *,
     axis_name: AxisName,
     layout: Layout,
@@ -62,7 +62,7 @@ def attention(
     return_lse: bool = False,
     key_length: int | None = None,
     offset: int = 0,
-) -> Float[Array, "batch length heads dim"]:
+) -> Float[Array, "batch length heads value_dim"]:
     """Compute exact attention over sequences that are sharded over a mesh axis.
 
     Shapes and names follow `jax.nn.dot_product_attention`. All arrays are global. Inputs and output are in layout order
@@ -105,7 +105,8 @@ def attention(
       offset: the place of the first query among the keys, for queries that continue a longer sequence.
 
     Returns:
-      An array of the shape and dtype of `query`. Rows that see no key, such as padding, are 0.
+      An array of the dtype of `query`, with heads as wide as those of `value`. Rows that see no key are 0, such as
+      padding.
     """
     mesh = _check_mesh(mesh, axis_name)
     spec = PartitionSpec(*((None, axis_name, None, None) if spec is None else spec))
@@ -154,7 +155,7 @@ def attention(
 def attention_shard(
     query: Float[Array | np.ndarray, "batch slots heads dim"],
     key: Float[Array | np.ndarray, "batch key_slots kv_heads dim"],
-    value: Float[Array | np.ndarray, "batch key_slots kv_heads dim"],
+    value: Float[Array | np.ndarray, "batch key_slots kv_heads value_dim"],
     *,
     axis_name: AxisName,
     layout: Layout,
@@ -172,7 +173,7 @@ def attention_shard(
     return_lse: bool = False,
     key_length: int | None = None,
     offset: int = 0,
-) -> Float[Array, "batch slots heads dim"]:
+) -> Float[Array, "batch slots heads value_dim"]:
     """Compute `attention` inside `jax.shard_map`, where every array is this device's shard.
 
     The arguments are those of `attention`. A `documents` mask enters `shard_map` as `mask.permute(layout, devices)`,
@@ -221,6 +222,7 @@ def attention_shard(
         deterministic=deterministic,
         lse=_check_flag("return_lse", return_lse),
         context=context is not None,
+        value_dim=value.shape[3],
         tile=tile,
         platform=platform,
         device_kind=kind,

@@ -9,7 +9,9 @@ import pytest
 
 import striped_attention as sa
 from striped_attention.core.oracle import dense_attention
-from tests.compare import FLOAT32_TOLERANCE, factorings, mesh_of
+from striped_attention.kernels.choice import KERNELS, refusal
+from striped_attention.kernels.contract import make_request
+from tests.compare import FLOAT32_TOLERANCE, factorings, mesh_of, random_segments
 
 QUERIES, DEVICES = 21, 4
 LAYOUTS = [sa.contiguous(), sa.striped(2), sa.zigzag(), sa.striped()]
@@ -80,6 +82,41 @@ def test_chunks_of_queries_give_what_all_of_them_give():
         chunk = (q[:, first : first + 8], k[:, : first + 8], v[:, : first + 8])
         out = attend(*(layout.permute(x, DEVICES) for x in chunk), offset=first)
         np.testing.assert_allclose(layout.restore(out, DEVICES), whole[:, first : first + 8], atol=FLOAT32_TOLERANCE)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("width", [3, 20])
+def test_values_of_another_width(strategy, width):
+    """Values narrower and wider than keys, under every strategy, with gradients; the lse is that of equal widths."""
+    layout, rng = LAYOUTS[STRATEGIES.index(strategy) % 4], np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 2, QUERIES, 4, 8)).astype("float32")
+    v, dout = (rng.standard_normal((2, QUERIES, n, width)).astype("float32") for n in (2, 4))
+    k = k[:, :, :2]
+    mask = sa.documents(random_segments(rng, 2, QUERIES, longest=9))
+
+    def ours(q, k, v):
+        arrays = (layout.permute(x, DEVICES) for x in (q, k, v))
+        where = dict(mesh=mesh_of(DEVICES), axis_name="sequence", layout=layout, strategy=strategy)
+        return layout.restore(sa.attention(*arrays, mask=mask, **where), DEVICES, length=QUERIES)
+
+    def run(attend):
+        out, pull = jax.vjp(attend, *map(jnp.asarray, (q, k, v)))
+        return out, *pull(jnp.asarray(dout))
+
+    dense = lambda *x: dense_attention(*x, mask.dense(QUERIES))  # noqa: E731
+    found, wanted = (jax.jit(functools.partial(run, f))() for f in (ours, dense))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=2 * FLOAT32_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_kernels_take_values_of_another_width_or_say_why_not(name):
+    q, k = (jax.ShapeDtypeStruct((1, 64, heads, 128), jnp.bfloat16) for heads in (8, 2))
+    where = dict(mask=sa.causal(), layout=sa.striped(), devices=4, platform=next(iter(KERNELS[name].RATES)), here=False)
+    reason = refusal(name, make_request(q, k, **where, value_dim=192))
+    takes = {"xla": True, "hopper": True, "cudnn": False, "pallas_tpu": False}[name]
+    assert reason is None if takes else "It needs values as wide as keys; got 192 and 128" in reason
+    assert "at most 256" in refusal("hopper", make_request(q, k, **where | {"platform": "gpu"}, value_dim=320))
 
 
 def test_wrong_contexts():

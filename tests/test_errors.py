@@ -38,7 +38,7 @@ BAD_CALLS = {
     ),
     "key and value differ": (
         {"v": (1, 16, 1, 8)},
-        r"key and value must have the same shape; got .*value \(1, 16, 1, 8\)",
+        r"key and value must have the same batch, length and heads; got .*value \(1, 16, 1, 8\)",
     ),
     "keys are not padded": ({"k": (1, 13, 2, 8)}, r"a multiple of 4; got 13. Pad it to 16"),
     "batches differ": ({"k": (2, 16, 2, 8)}, r"same batch; got query \(1, 16, 4, 8\), key \(2, 16"),

@@ -17,7 +17,7 @@ from striped_attention.kernels.cudnn import binding
 from striped_attention.runtime.hardware import HARDWARE
 from striped_attention.runtime.sharding import fast_neighbours
 from striped_attention.strategies.choice import choose_strategy, fastest_that_fits
-from striped_attention.strategies.hops import make_rings
+from striped_attention.strategies.hops import make_rings, needed_hops
 from striped_attention.strategies.strategy import RING, candidates
 from striped_attention.strategies.timeline import passes
 from striped_attention.strategies.workload import adapted, messages_of
@@ -218,9 +218,9 @@ def test_windows_send_to_the_neighbours_that_need_keys_alone(strategy):
 
 
 def test_a_double_ring_is_one_where_all_keys_are_needed():
-    rings = make_rings(4, sa.striped(), Rule(prefix=0), 64, 64, 8)
+    rings = make_rings(4, needed_hops(sa.striped(), Rule(prefix=0), 64, 64, 8), 8)
     assert [(ring.size, ring.stride, len(ring.offsets)) for ring in rings] == [(2, 4, 2), (4, 1, 4)]
     assert [rings[0].shift(group, 1) for group in range(8)] == [4, 5, 6, 7, 0, 1, 2, 3]
     assert [rings[1].shift(group, -1) for group in range(8)] == [3, 0, 1, 2, 7, 4, 5, 6]
-    (single,) = make_rings(4, sa.contiguous(), Rule(window=8, prefix=0), 64, 64, 8)
+    (single,) = make_rings(4, needed_hops(sa.contiguous(), Rule(window=8, prefix=0), 64, 64, 8), 8)
     assert single.offsets == (0, 1)

@@ -31,13 +31,13 @@ def check_arrays(query: Any, key: Any, value: Any, bias: Any, sinks: Any) -> Non
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if not (query.ndim == key.ndim == value.ndim == 4):
         raise ValueError(f"query, key and value must be [batch, length, heads, dim]; got {shapes}.")
-    if key.shape != value.shape:
-        raise ValueError(f"key and value must have the same shape; got {shapes}.")
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"key and value must have the same batch, length and heads; got {shapes}.")
     if query.shape[0] != key.shape[0]:
         raise ValueError(f"query and key must have the same batch; got {shapes}.")
     if query.shape[3] != key.shape[3]:
         raise ValueError(f"query and key must have the same dim; got {shapes}.")
-    if 0 in query.shape or 0 in key.shape:
+    if 0 in (*query.shape, *key.shape, *value.shape):
         raise ValueError(f"query, key and value must not be empty; got {shapes}.")
     heads, kv_heads = query.shape[2], key.shape[2]
     if heads % kv_heads:
@@ -51,7 +51,10 @@ def check_arrays(query: Any, key: Any, value: Any, bias: Any, sinks: Any) -> Non
             f"Cast them with .astype."
         )
     if bias is not None and not isinstance(bias, Bias):
-        raise ValueError(f"bias must be made by alibi(…) or relative_bias(…); got {type(bias).__name__}.")
+        raise ValueError(
+            f"bias must be made by alibi(…) or relative_bias(…); got {type(bias).__name__}. Bias arrays have length² "
+            f"values, which do not fit on a device of a long sequence."
+        )
     if bias is not None and bias.heads != heads:
         raise ValueError(f"The bias must have one entry per query head, {heads}; got {bias.heads}.")
     if sinks is not None and (sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating)):
@@ -66,7 +69,8 @@ def check_length(padded_length: int, length: Any, mask: Any, layout: Any, device
     if not isinstance(mask, Mask):
         raise ValueError(
             f"mask must be made by causal(), documents(…) or a similar function; got {type(mask).__name__}. Dense "
-            f"boolean masks are not supported: they do not scale to long sequences."
+            f"boolean masks are not supported: they do not scale to long sequences. If every query sees one range of "
+            f"keys, use ranges(lo, hi)."
         )
     layout.positions(0, padded_length, devices)
     if length is None and mask.length is not None:

@@ -135,6 +135,10 @@ def prefill_attention(
     query, sinks = jnp.asarray(query), None if sinks is None else jnp.asarray(sinks)
     key, value, counts = cache.check_new(key, value, counts)
     check_arrays(query, key, value, bias, sinks)
+    if query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"query, key and value must hold the same new tokens; got query {query.shape} and key {key.shape}."
+        )
     check_name(kernel)
     check_strategy(strategy, cache.devices)
     tile = check_options(scale, softcap, tile)

@@ -9,7 +9,8 @@ integer vectors, `start` and `end`: query row i sees the key slots `[start[i], e
 The first call takes the arrays that stay on the device and is made once per ring; the second is made once per block.
 Work that is the same for all blocks belongs in the first call.
 
-* q is [batch, queries, heads, dim]; k and v are [batch, keys, kv_heads, dim]. Heads are never repeated in memory.
+* q is [batch, queries, heads, dim]; k is [batch, keys, kv_heads, dim] and v [batch, keys, kv_heads, value_dim]. Heads
+  are never repeated in memory.
 * `out` is normalised over the block's own keys; `lse` is the log-sum-exp of their scores. Both are float32 for any
   input dtype (float64 for float64 inputs); `cudnn` computes `out` in the inputs' dtype and converts it. A row that sees
   no key has out = 0 and lse = -inf.
@@ -65,6 +66,7 @@ class Request:
     heads: int
     kv_heads: int
     dim: int
+    value_dim: int
     dtype: str
     layout: Layout
     devices: int
@@ -109,6 +111,7 @@ def make_request(
     deterministic: bool = False,
     lse: bool = False,
     context: bool = False,
+    value_dim: int | None = None,
     gathered: bool = False,
     tile: tuple[int, int] | None = None,
     device_kind: str = "",
@@ -128,6 +131,7 @@ def make_request(
         heads=heads,
         kv_heads=key.shape[2],
         dim=dim,
+        value_dim=dim if value_dim is None else value_dim,
         dtype=str(query.dtype),
         layout=layout,
         devices=devices,

@@ -82,9 +82,9 @@ def attend(q: Float[Array, "batch queries heads dim"]) -> Callable[..., Partial]
 
 def attend_grad(
     q: Float[Array, "batch queries heads dim"],
-    out: Float[Array, "batch queries heads dim"],
+    out: Float[Array, "batch queries heads value_dim"],
     lse: Float[Array, "batch queries heads"],
-    dout: Float[Array, "batch queries heads dim"],
+    dout: Float[Array, "batch queries heads value_dim"],
     dlse: Float[Array, "batch queries heads"] | None = None,
 ) -> Callable[..., tuple[Array, Array, Array, Bias | None]]:
     """Backward pass; see `contract.py`."""
@@ -103,23 +103,23 @@ def _by_ranges(block: Block) -> Block:
 def _attend(
     q: Float[Array, "batch queries heads dim"],
     k: Float[Array, "batch keys kv_heads dim"],
-    v: Float[Array, "batch keys kv_heads dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
     block: Block,
     *,
     accelerator: bool | None,
 ) -> Partial:
     out, lse = _map_heads(_head_forward, q, k, block, (_grouped(q, k), k, v), accelerator)
-    return Partial(out.reshape(q.shape), lse.reshape(q.shape[:-1]))
+    return Partial(out.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1]))
 
 
 @functools.partial(jax.jit, static_argnames="accelerator")
 def _attend_grad(
     q: Float[Array, "batch queries heads dim"],
-    dout: Float[Array, "batch queries heads dim"],
+    dout: Float[Array, "batch queries heads value_dim"],
     lse: Float[Array, "batch queries heads"],
     delta: Float[Array, "batch queries heads"],
     k: Float[Array, "batch keys kv_heads dim"],
-    v: Float[Array, "batch keys kv_heads dim"],
+    v: Float[Array, "batch keys kv_heads value_dim"],
     block: Block,
     *,
     accelerator: bool | None,
@@ -228,7 +228,7 @@ class _Tiles:
         return jnp.swapaxes(x.reshape(self.group, -1, *x.shape[4:])[:, : self.n_q], 0, 1)
 
     def keys(self, x: Array) -> Array:
-        """[keys, dim] of one head -> [padded keys, dim]."""
+        """[keys, dim] of one head -> [padded keys, dim]; also for values."""
         return jnp.pad(x.astype(self.operand), [(0, self.key_pad), (0, 0)])
 
     def keys_back(self, x: Array) -> Array:
@@ -303,13 +303,13 @@ def _head_forward(tiles: _Tiles, q: Array, k: Array, v: Array, bias: Bias | None
             return new_top, total * fade + jnp.sum(p, axis=1), acc * fade[:, None] + tiles.dot(p, value)
 
         blank = lambda *shape: jnp.zeros_like(q, shape=shape, dtype=tiles.dtype)  # noqa: E731
-        nothing = blank(high) - jnp.inf, blank(high), blank(high, tiles.dim)
+        nothing = blank(high) - jnp.inf, blank(high), blank(high, v.shape[1])
         top, total, acc = _each_tile(jax.tree.map(lambda x: x[i], spans), step, nothing)
         some = jnp.where(total == 0, 1, total)  # the derivative of log(0) would be NaN, even where it is not used
         row_lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(some))
         return _update(out, acc / some[:, None], r * high), _update(lse, row_lse, r * high)
 
-    empty = jnp.zeros_like(q, dtype=tiles.dtype), jnp.zeros_like(q, shape=q.shape[:1], dtype=tiles.dtype)
+    empty = tuple(jnp.zeros_like(q, shape=(len(q), *n), dtype=tiles.dtype) for n in ((v.shape[1],), ()))
     out, lse = lax.fori_loop(0, q.shape[0] // high, row, empty)
     return tiles.queries_back(out), tiles.queries_back(lse)
 

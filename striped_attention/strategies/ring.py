@@ -35,11 +35,11 @@ def ring_attention(
     problem: Problem,
     q: Float[Array, "batch slots heads dim"],
     k: Float[Array, "batch key_slots kv_heads dim"],
-    v: Float[Array, "batch key_slots kv_heads dim"],
+    v: Float[Array, "batch key_slots kv_heads value_dim"],
     mask: Mask,
     bias: Bias | None = None,
     sinks: Float[Array, " heads"] | None = None,
-) -> Float[Array, "batch slots heads dim"] | Partial:
+) -> Float[Array, "batch slots heads value_dim"] | Partial:
     """Compute exact attention of this device's queries to the keys of the whole ring, inside `shard_map`.
 
     If `problem.lse`, the result is a `Partial`, in float32 for any input dtype but float64.

@@ -64,6 +64,8 @@ def unsupported(request: Request) -> str | None:
         return "It cannot mask padding under a full mask."
     if request.dtype not in DTYPES:
         return f"It computes in {' or '.join(DTYPES)}; the queries are {request.dtype}."
+    if request.value_dim != request.dim:
+        return f"It needs values as wide as keys; got {request.value_dim} and {request.dim}."
     if request.dim > 128:
         return f"It needs a head dimension of at most 128; got {request.dim}."
     for name, value in (("softcap", request.softcap), ("bias", request.bias), ("tile", request.tile)):

@@ -40,7 +40,7 @@ _BROKEN = range(12080, 12091)  # CUDA versions whose ptxas miscompiles masked at
 
 def default_tile(request: Request) -> tuple[int, int]:
     """Return queries × keys of a tile of the forward pass."""
-    return (TILE, _key_tile(request.dim, request.dim))
+    return (TILE, _key_tile(request.dim, request.value_dim))
 
 
 def unsupported(request: Request) -> str | None:
@@ -49,8 +49,8 @@ def unsupported(request: Request) -> str | None:
         return f"It runs on GPUs of compute capability 9.0, e.g. an H100 or H200; this is a {request.device_kind}."
     if request.dtype not in DTYPES:
         return f"It computes in {' or '.join(DTYPES)}; the queries are {request.dtype}."
-    if request.dim > 256:
-        return f"It needs a head dimension of at most 256; got {request.dim}."
+    if (dim := max(request.dim, request.value_dim)) > 256:
+        return f"It needs a head dimension of at most 256; got {dim}."
     if request.bias == "values":
         return "It supports only alibi, not a bias table as made by relative_bias."
     if request.tile is not None:

@@ -63,6 +63,8 @@ def unsupported(request: Request) -> str | None:
     """Return why this kernel cannot run the request, as a sentence; None if it can."""
     if request.dtype not in _DTYPES:
         return f"It computes in {' or '.join(_DTYPES)}; the queries are {request.dtype}."
+    if request.value_dim != request.dim:
+        return f"It needs values as wide as keys; got {request.value_dim} and {request.dim}."
     if request.dim > 256:
         return f"It needs a head dimension of at most 256; got {request.dim}."
     if request.bias == "values":
