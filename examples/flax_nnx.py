@@ -1,6 +1,6 @@
 """Striped Attention in your own Flax NNX model, as the `attention_fn` of `nnx.MultiHeadAttention`.
 
-`attention_fn` is the only line of the model that changes. The model runs inside `jax.shard_map`, each device on its own
+`attention_fn` is the only part of the model that changes. It runs inside `jax.shard_map`, each device on its own
 tokens, with positions from the layout. Losses and gradients equal those of the same model on one device.
 
     python examples/flax_nnx.py        (needs: pip install flax)
@@ -26,8 +26,8 @@ class Block(nnx.Module):
         self.norms = nnx.List([nnx.LayerNorm(DIM, rngs=rngs) for _ in range(2)])
         self.up, self.down = nnx.Linear(DIM, 4 * DIM, rngs=rngs), nnx.Linear(4 * DIM, DIM, rngs=rngs)
 
-    def __call__(self, x, is_causal):
-        x = x + self.attention(self.norms[0](x), is_causal=is_causal)
+    def __call__(self, x):
+        x = x + self.attention(self.norms[0](x), is_causal=True)
         return x + self.down(jax.nn.gelu(self.up(self.norms[1](x))))
 
 
@@ -37,26 +37,15 @@ class Model(nnx.Module):
         self.blocks = nnx.List([Block(attention_fn, rngs) for _ in range(2)])
         self.out = nnx.Linear(DIM, VOCABULARY, rngs=rngs)
 
-    def __call__(self, tokens, positions, is_causal=False):
+    def __call__(self, tokens, positions):
         x = self.tokens(tokens) + self.positions(positions)
         for block in self.blocks:
-            x = block(x, is_causal)
+            x = block(x)
         return self.out(x)
 
 
-def striped_attention_fn(layout):
-    """Make an `attention_fn` for use inside `shard_map`. It applies the mask itself, so Flax must not pass one."""
-
-    def attend(query, key, value, *, mask, dropout_rate, is_causal, **_):
-        if mask is not None or dropout_rate or is_causal:
-            raise ValueError("Striped Attention applies the mask itself: pass no mask, no dropout and no is_causal.")
-        return sa.attention_shard(query, key, value, axis_name="sequence", layout=layout, mask=sa.causal())
-
-    return attend
-
-
-def total_loss(graph, weights, tokens, targets, positions, is_causal):
-    scores = nnx.merge(graph, weights)(tokens, positions, is_causal)
+def total_loss(graph, weights, tokens, targets, positions):
+    scores = nnx.merge(graph, weights)(tokens, positions)
     target = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
     return jnp.sum(jax.nn.logsumexp(scores, axis=-1) - target)
 
@@ -64,7 +53,8 @@ def total_loss(graph, weights, tokens, targets, positions, is_causal):
 def on_the_mesh(tokens, targets):
     """Compute loss and gradients with the sequence sharded over all devices."""
     layout = sa.striped()
-    graph, weights = nnx.split(Model(striped_attention_fn(layout), nnx.Rngs(0)))
+    attention_fn = sa.attention_fn(axis_name="sequence", layout=layout, order="layout")
+    graph, weights = nnx.split(Model(attention_fn, nnx.Rngs(0)))
     tokens, targets = (layout.permute(x, DEVICES, axis=1) for x in (tokens, targets))
     mesh = jax.make_mesh((DEVICES,), ("sequence",), (jax.sharding.AxisType.Auto,))
 
@@ -73,7 +63,7 @@ def on_the_mesh(tokens, targets):
     )
     def loss(weights, tokens, targets):
         positions = layout.positions(jax.lax.axis_index("sequence"), LENGTH, DEVICES)[None]
-        return jax.lax.psum(total_loss(graph, weights, tokens, targets, positions, False), "sequence")
+        return jax.lax.psum(total_loss(graph, weights, tokens, targets, positions), "sequence")
 
     return jax.jit(jax.value_and_grad(loss))(weights, tokens, targets)
 
@@ -81,7 +71,7 @@ def on_the_mesh(tokens, targets):
 def on_one_device(tokens, targets):
     """Compute the same with Flax's own attention, in sequence order."""
     graph, weights = nnx.split(Model(nnx.dot_product_attention, nnx.Rngs(0)))
-    loss = functools.partial(total_loss, graph, positions=np.arange(LENGTH)[None], is_causal=True)
+    loss = functools.partial(total_loss, graph, positions=np.arange(LENGTH)[None])
     return jax.jit(jax.value_and_grad(loss))(weights, tokens, targets)
 
 
