@@ -156,7 +156,7 @@ def test_a_kernel_for_generation_must_do_every_kind_of_layer(monkeypatch):
     monkeypatch.setitem(PRESETS, "capped", dataclasses.replace(plain, softcap=50.0))
     assert settle(1, kernel="cudnn") == settle(1)
     assert settle(8, "mixed")[1] == settle(8)[1], "chosen by the layers that see the most keys"
-    with pytest.raises(UsageError, match=r"--kernel cudnn cannot do this: .* or the ranges of a windowed cache"):
+    with pytest.raises(UsageError, match=r"--kernel cudnn cannot do this: .* or those of a windowed cache"):
         settle(1, "mixed", kernel="cudnn")
     with pytest.raises(UsageError, match="--kernel cudnn cannot do this: It does not support softcap"):
         settle(1, "capped", kernel="cudnn")

@@ -11,6 +11,7 @@ from typing import Any
 
 from striped_attention._version import __version__
 from striped_attention.cli.guard import guard
+from striped_attention.runtime.stop import stop_on_ctrl_c
 
 _ABOUT = (
     f"striped_attention {__version__}: train and run language models on sequences longer than one device can hold. "
@@ -40,6 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(_versions())
         return 0
     name = asked[0] if asked and asked[0] in _COMMANDS else None
+    if arguments is None and name == "train":  # it has nothing to clean up before it handles signals itself
+        stop_on_ctrl_c()
     try:
         import tyro
 

@@ -9,6 +9,8 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 
+from striped_attention.runtime.stop import is_usual
+
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Callable[[], None]]:
@@ -23,13 +25,13 @@ def interruptible() -> Iterator[Callable[[], None]]:
         signal.signal(number, signal.default_int_handler)
         pressed.set()
 
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # keep custom handlers
-    if not usual or threading.current_thread() is not threading.main_thread():
+    before = signal.getsignal(signal.SIGINT)
+    if not is_usual(before) or threading.current_thread() is not threading.main_thread():
         yield check
         return
     signal.signal(signal.SIGINT, notice)
     try:
         yield check
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, before)
     check()

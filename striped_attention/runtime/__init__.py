@@ -6,5 +6,6 @@ hardware  peak rates, memory and interconnect of devices
 compiler  options with which XLA overlaps transfers with attention
 compiled  a persistent cache of compiled programs
 schedule  which transfers of a compiled program overlap with attention
+stop      Ctrl-C during commands
 record    hardware, versions and commit, stored with a result
 """
