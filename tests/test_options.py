@@ -39,7 +39,7 @@ def test_a_toml_file_stands_for_flags_which_override_it(tmp_path, capsys):
     path.write_text('devices = 4\nlength = "64k"\nmask = "documents"\ndocument-length = 900\nlayouts = ["zigzag"]\n')
     assert cli.main(["plan", "--config", str(path), "--preset", "debug", "--length", "8k"]) == 0
     text = capsys.readouterr().out
-    assert "8,192 tokens (documents) on 4 × h100, debug" in text
+    assert "8,192 tokens (documents, median 900 tokens) on 4 × h100, debug" in text
     assert "zigzag()" in text
     assert "striped(" not in text.split("Kernels:")[0].split("strategy")[0]
 

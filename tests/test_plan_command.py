@@ -27,7 +27,7 @@ def test_a_plan_names_the_best_layout_and_draws_the_imbalance(capsys):
     code, text, _ = run(capsys, "--devices", 8, "--length", "256k", "--preset", "1b", "--hardware", "h200")
     assert code == 0
     assert "262,144 tokens (causal) on 8 × h200" in text
-    assert "Choose zigzag(): its attention is 1.8" in text
+    assert "With a ring, choose zigzag(): its attention is 1.8" in text
     assert "As good, within 2%: striped(1)." in text
     for row in ("▒       ", "▒███    ", "▒███████"):  # contiguous: device d has d blocks besides its own
         assert f"\n{row}" in text

@@ -128,7 +128,7 @@ def test_every_command_of_the_recipe_runs(kitchen, capsys):
         run.append(arguments[0])
     assert run == ["tokenize"] * 2 + ["plan", "train", "train", "evaluate", "evaluate", "report", "export"]
     out = capsys.readouterr().out
-    for said in ("documents", "Fastest: --strategy", "memory per device", "validation loss", "All 4 steps are done."):
+    for said in ("documents", "Best: --strategy", "memory per device", "validation loss", "All 4 steps are done."):
         assert said in out
     for name in ("before.json", "after.json"):
         found = json.loads((kitchen / name).read_text())

@@ -369,8 +369,8 @@ def test_a_command_without_its_package_says_in_one_line_how_to_install_it(packag
     uninstall(package)
     assert main(command) == 2
     said = capsys.readouterr().err
-    clone = "in a clone pip install -e . -e benchmarks, elsewhere " if extra != "train" else ""
-    how = f"{clone}pip install 'striped-attention[{extra}]'"
+    clone = "-e . -e benchmarks" if extra != "train" else "-e '.[train]'"
+    how = f"in a clone pip install {clone}, elsewhere pip install 'striped-attention[{extra}]'"
     assert said == f"striped: this command needs the package {package}: {how}\n"
 
 

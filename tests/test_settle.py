@@ -53,7 +53,8 @@ def test_training_with_auto_says_what_it_took(capsys):
 
 
 LINE = (
-    r"--strategy auto takes [a-z0-9=,]+: [0-9.e-]+ s per step, planned for 8 × (cpu|h100|h200)\. "
+    r"--strategy auto takes [a-z0-9=,]+: [0-9.e-]+ s per step, planned for 8 × (cpu|h100|h200) and "
+    r"(documents of 1,800 tokens .median.|one document per sequence)\. "
     r"Next best: [a-z0-9=,]+ with [0-9.e-]+ s(, at most 1% faster but less simple)?\."
 )
 

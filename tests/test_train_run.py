@@ -204,6 +204,16 @@ def test_a_run_on_tokens_keeps_their_tokenizer_and_says_what_they_are(tmp_path, 
     assert f"{tmp_path / 'made'}: 1 document, 801 tokens; 1 document longer than a sequence of 64" in said
 
 
+def test_a_jump_of_the_learning_rate_is_said():
+    first, longer = TrainConfig(steps=60), TrainConfig(steps=2000)
+    runs = [{"options": first.record()}]
+    (line,) = trainer._schedule_change(longer, runs, 60)
+    assert "the learning rate continues at 0.000181; it was 3.0" in line
+    assert "at step 60" in line
+    assert trainer._schedule_change(dataclasses.replace(first, steps=60), runs, 30) == []
+    assert trainer._schedule_change(longer, [], 0) == []
+
+
 def test_resume_onto_another_mesh_and_layout(straight, half):
     train(config(half, steps=6, mesh="data=2,sequence=4", layout="zigzag", resume=True))
     np.testing.assert_allclose(losses(half), losses(straight[0]), rtol=1e-5)

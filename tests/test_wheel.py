@@ -125,7 +125,8 @@ def test_with_the_core_dependencies_it_imports_and_the_command_says_what_to_inst
         extra = "tpu" if command == "compile" else "train"
         assert (code, error) == (
             2,
-            f"striped: this command needs the package tyro: pip install 'striped-attention[{extra}]'\n",
+            f"striped: this command needs the package tyro: in a clone pip install -e '.[{extra}]', elsewhere "
+            f"pip install 'striped-attention[{extra}]'\n",
         )
 
 
@@ -142,5 +143,6 @@ def test_a_package_of_an_extra_that_is_missing_is_named(wheel, missing, command)
     assert missing not in modules
     assert (code, error) == (
         2,
-        f"striped: this command needs the package {missing}: pip install 'striped-attention[train]'\n",
+        f"striped: this command needs the package {missing}: in a clone pip install -e '.[train]', elsewhere "
+        f"pip install 'striped-attention[train]'\n",
     )

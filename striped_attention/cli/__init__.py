@@ -112,8 +112,8 @@ def _missing(error: ModuleNotFoundError, command: str | None) -> int:
     package = str(error.name).split(".")[0]
     if package == __package__.split(".")[0]:
         raise error  # a defect of this package: there is nothing to install
-    how = f"pip install 'striped-attention[{_EXTRAS.get(command or '', 'train')}]'"
-    if command in ("bench", "report"):
-        how = f"in a clone pip install -e . -e benchmarks, elsewhere {how}"
+    extra = _EXTRAS.get(command or "", "train")
+    clone = "-e . -e benchmarks" if command in ("bench", "report") else f"-e '.[{extra}]'"
+    how = f"in a clone pip install {clone}, elsewhere pip install 'striped-attention[{extra}]'"
     print(f"striped: this command needs the package {package}: {how}", file=sys.stderr)
     return 2

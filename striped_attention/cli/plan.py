@@ -14,7 +14,7 @@ import rich.table
 
 import striped_attention as sa
 from striped_attention.core.layout import Layout
-from striped_attention.core.mask import Mask, packed
+from striped_attention.core.mask import MEDIAN, Mask, packed
 from striped_attention.errors import UsageError
 from striped_attention.kernels.choice import KERNELS
 from striped_attention.kernels.rates import BACKWARD
@@ -93,12 +93,17 @@ class PlanConfig:
 
     def make_mask(self) -> Mask:
         if self.mask == "documents":
-            return packed(self.tokens, 1800 if self.document_length is None else self.document_length)
+            return packed(self.tokens, self.median)
         if self.mask == "window":
             return sa.sliding_window(4096 if self.window is None else self.window)
         if self.mask == "prefix":
             return sa.prefix(self.tokens // 3 if self.prefix is None else self.prefix)
         return sa.causal() if self.mask == "causal" else sa.full()
+
+    @property
+    def median(self) -> int:
+        """The median length of documents."""
+        return MEDIAN if self.document_length is None else self.document_length
 
     def make_strategies(self) -> list[str | Strategy] | None:
         return None if self.strategies is None else [parse_strategy(text) for text in self.strategies]
@@ -149,11 +154,16 @@ def show(found: Plan, config: PlanConfig) -> list[Any]:
         / 1e12
     )
     nodes = "" if config.devices_per_node is None else f", {config.devices_per_node} per node"
+    documents = f", median {config.median:,} tokens" if config.mask == "documents" else ""
     parts: list[Any] = [
-        f"{setting.sequence_length:,} tokens ({config.mask}) on {setting.devices} × {setting.hardware.name}{nodes}, "
-        f"{config.preset} ({model.parameters / 1e9:.2f}B parameters, {model.heads}:{model.kv_heads} heads)",
+        f"{setting.sequence_length:,} tokens ({config.mask}{documents}) on {setting.devices} × "
+        f"{setting.hardware.name}{nodes}, {config.preset} "
+        f"({model.parameters / 1e9:.2f}B parameters, {model.heads}:{model.kv_heads} heads)",
+        _verdict(found),
+        "",
+        "Layouts with a ring:",
         _table(found),
-        f"Choose {found.reason}",
+        f"With a ring, choose {found.reason}",
         *_by_strategy(found),
         _pictures(found, "work of device ↓ at step →", _heat),
         _pictures(found, "computing █ or idle · over time →, forward", _bars),
@@ -164,6 +174,17 @@ def show(found: Plan, config: PlanConfig) -> list[Any]:
         *_assumptions(found),
     ]
     return parts
+
+
+def _verdict(found: Plan) -> str:
+    """The fastest choice of all that fit."""
+    best, more = found.fastest, found.best.step_seconds / found.fastest.step_seconds
+    faster = f", {more:.2f} × as fast as the best ring" if more >= 1 + SAME else ""
+    return (
+        f"Best: --strategy {best.strategy} with {best.layout!r}: {seconds(best.step_seconds)} per step, "
+        f"{best.tokens_per_second:,.0f} tokens/s, MFU {best.mfu:.1%}, {gigabytes(sum(best.memory.values()))} per "
+        f"device (--remat {best.setting.remat}){faster}."
+    )
 
 
 def _fit(best: Choice) -> str:
@@ -219,7 +240,7 @@ def _table(found: Plan) -> rich.table.Table:
 
 
 def _by_strategy(found: Plan) -> list[Any]:
-    """A table of strategies, each with its best layout, and a sentence on the fastest."""
+    """A table of strategies, each with its best layout."""
     if len(found.strategies) == 1:
         return []
     shown = rich.table.Table(
@@ -240,11 +261,7 @@ def _by_strategy(found: Plan) -> list[Any]:
             *(str(choice.strategy), repr(choice.layout), seconds(choice.attention_seconds)),
             *(seconds(choice.step_seconds), _short(choice.attention_bytes), _short(choice.slow_bytes), memory),
         )
-    best = found.fastest
-    more = found.best.step_seconds / best.step_seconds
-    if more < 1 + SAME:
-        return [shown, "No strategy that fits is faster than a ring."]
-    return [shown, f"Fastest: --strategy {best.strategy} with {best.layout!r}, {more:.2f} × as fast as a ring."]
+    return ["", "Strategies, each with its best layout:", shown]
 
 
 def _short(size: int) -> str:

@@ -31,6 +31,8 @@ from striped_attention.core.checks import enabled as checks_enabled
 from striped_attention.core.checks import is_traced, log_unless
 from striped_attention.core.layout import INT32_MAX, Layout, check_whole, namespace
 
+MEDIAN = 1800  # tokens per document, where the lengths are not known
+
 Bounds = Int[Array | np.ndarray, "rows positions"]
 
 
@@ -354,7 +356,7 @@ def _running(x: Any, join: Any) -> Any:
     return (lax.cummax if join is np.maximum else lax.cummin)(x, axis=1)
 
 
-def packed(length: int, median: int = 1800, spread: float = 1.2, seed: int = 0) -> Mask:
+def packed(length: int, median: int = MEDIAN, spread: float = 1.2, seed: int = 0) -> Mask:
     """Return a mask of packed documents with log-normal random lengths, one after another up to `length` tokens."""
     if check_whole("length", length) > INT32_MAX:
         raise ValueError(f"Positions are int32, so a length may be at most {INT32_MAX}; got {length}.")

@@ -75,6 +75,8 @@ class Run:
             source.check_tokenizer(config.tokenizer)
         corpus = self._load()
         data.whole_rows(corpus, length)
+        given = "" if config.data is not None else "; --data evaluates on other text"
+        self.notes.print(f"Evaluates {config.model} on {corpus.source}, {corpus.size:,} tokens{given}.", soft_wrap=True)
         self.held_out, self.haystacks, self.lengths = None, None, config.lengths or ()
         if config.only != "perplexity":
             encoder, _ = text.load(source, config.tokenizer)

@@ -219,6 +219,9 @@ def _warnings(
             f"Warning: {where} has {longest:,} tokens; with --max-tokens {settings.max_tokens:,}, the sequence may "
             f"exceed the model's maximum of {positions:,}: expect poor text from there on."
         )
+    stored = source.said.get("torch_dtype", source.said.get("dtype"))
+    if stored == "float32" and config.dtype == "bfloat16":
+        lines.append("The model's weights are float32; this computes in bfloat16, unless you give --dtype float32.")
     results = RESULTS if config.alternatives is None else RESULTS + LOGPROBS
     taken = sorted({name for prompt in asked for name in prompt.said if name in results})
     if taken:

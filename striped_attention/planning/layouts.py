@@ -51,6 +51,11 @@ def best_layout(
       hardware: a name in `striped_attention.runtime.hardware.HARDWARE`; by default the devices of this machine.
     """
     length, devices = check_whole("length", length), check_whole("devices", devices)
+    if length < devices:
+        raise ValueError(
+            f"length must be at least the {devices} devices that share the sequence; got {length}. The order is "
+            f"best_layout(length, devices)."
+        )
     heads, kv_heads, dim = check_whole("heads", heads), check_whole("kv_heads", kv_heads), check_whole("dim", dim)
     if heads % kv_heads:
         raise ValueError(f"heads must be a multiple of kv_heads; got {heads} and {kv_heads}.")

@@ -143,6 +143,8 @@ def plan(
       memory: fraction of a device's memory that a step may use.
     """
     devices, length, batch = check_whole("devices", devices), check_whole("length", length), check_whole("batch", batch)
+    if length < devices:
+        raise ValueError(f"length must be at least the {devices} devices that share the sequence; got {length}.")
     mask = causal() if mask is None else mask
     _check(devices, length, mask, batch, kernel)
     if remat not in (AUTO, *REMAT):

@@ -68,9 +68,9 @@ def _work(cost: Cost) -> rich.table.Table:
     table = rich.table.Table("work and traffic per step", "per device")
     table.columns[1].justify = "right"
     flops = cost.matrix_flops + cost.attention_flops
-    table.add_row("useful FLOPs", f"{flops:.3g}")
-    table.add_row("of which attention, at most (one document)", f"{cost.attention_flops:.3g}")
-    table.add_row("attention's share of the work, with recomputation", f"{cost.attention_share:.0%}")
+    table.add_row("useful FLOPs, if each sequence is one document", f"{flops:.3g}")
+    table.add_row("of which attention", f"{cost.attention_flops:.3g}")
+    table.add_row("attention's share of that work, with recomputation", f"{cost.attention_share:.0%}")
     if cost.hops:
         table.add_row("hops of keys and values, per layer and direction", str(cost.hops))
         table.add_row("bytes per hop", gigabytes(cost.hop_bytes))

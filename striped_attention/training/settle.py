@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 
 from striped_attention.core.layout import BASELINE, Layout
-from striped_attention.core.mask import causal, packed
+from striped_attention.core.mask import MEDIAN, causal, packed
 from striped_attention.errors import UsageError
 from striped_attention.planning import budget
 from striped_attention.planning.cost import estimate
@@ -49,7 +49,7 @@ def settled(
     devices, model = sizes["sequence"], config.model
     if config.strategy != AUTO and len(layouts := config.layouts(devices, documents, platform, kind)) == 1:
         return budget.within(config.with_layout(*layouts), sizes, available), []
-    drawn = packed(config.sequence_length) if documents else causal()
+    drawn = packed(config.sequence_length, MEDIAN) if documents else causal()
     masks = [(mask & drawn, layers) for mask, layers in config.known_masks()]
     sequences = config.batch // sizes["data"] // config.accumulate
     plain = Setting(
@@ -77,14 +77,15 @@ def settled(
         close = as_fast(plans, lambda plan: plan.seconds)
         return sorted(plans, key=lambda plan: plan not in close)  # stable: in both parts the simpler ones first
 
-    able, reasons = [], []
+    able: list[list[Planned]] = []
+    reasons: list[tuple[str, str]] = []
     for strategy in candidates(devices, model.heads, hardware.group) if config.strategy == AUTO else [config.strategy]:
         try:
             able.append(by_layout(strategy))
         except ValueError as error:  # the requested kernel does not support it
-            reasons.append(f"{strategy}: {error}")
+            reasons.append((str(strategy), str(error)))
     if not able and config.strategy == AUTO:
-        raise UsageError(f"--strategy auto: no strategy is possible. {' '.join(reasons)}")
+        raise UsageError(f"--strategy auto: no strategy is possible. {' '.join(_together(reasons))}")
     if not able:
         return budget.within(config, sizes, available), []  # `trainer.choose` rejects it
     best = [plans[0] for plans in able]
@@ -96,7 +97,7 @@ def settled(
         logging.getLogger("striped_attention").info(
             "strategy='auto' takes %s; planned time per step: %s", taken.strategy, seconds
         )
-        lines.append(why(taken.strategy, best, f"{devices} × {hardware.name}"))
+        lines.append(why(taken.strategy, best, _conditions(documents, f"{devices} × {hardware.name}")))
         config = dataclasses.replace(config, strategy=str(taken.strategy))
     plans = next(plans for plans in able if plans[0] is taken)
     if len(plans) > 1:
@@ -104,6 +105,21 @@ def settled(
         lines.append(f"--layout auto takes {taken.layout!r}; planned time per step: {seconds}.")
     assert taken.run is not None
     return dataclasses.replace(taken.run, strategy=config.strategy), lines if devices > 1 else []
+
+
+def _together(reasons: list[tuple[str, str]]) -> list[str]:
+    """Join strategies that are refused for the same reason."""
+    by_reason: dict[str, list[str]] = {}
+    for strategy, reason in reasons:
+        by_reason.setdefault(reason, []).append(strategy)
+    return [f"{', '.join(strategies)}: {reason}" for reason, strategies in by_reason.items()]
+
+
+def _conditions(documents: bool, devices: str) -> str:
+    """Say what the planned seconds are for."""
+    if not documents:
+        return f"{devices} and one document per sequence"
+    return f"{devices} and documents of {MEDIAN:,} tokens (median)"
 
 
 @dataclasses.dataclass(frozen=True)

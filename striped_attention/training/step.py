@@ -232,7 +232,9 @@ class Program:
 
         mask = sa.causal()
         if self.documents:
-            mask = dataclasses.replace(mask, lo=tokens(jnp.int32), length=length, placed=(layout, devices))
+            ids = jax.ShapeDtypeStruct((self._shape[0], length), jnp.int32)
+            mask = jax.eval_shape(lambda ids: sa.documents(ids).permute(layout, devices), ids)
+            mask = jax.tree.map(lambda _: tokens(jnp.int32), mask)
         everybody = self._sharding(PartitionSpec(AXES.everything))
         stop = jax.ShapeDtypeStruct((self.mesh.size,), jnp.int32, sharding=everybody)
         return Inputs(tokens(jnp.int32), tokens(jnp.int32), tokens(jnp.float32), mask, stop)

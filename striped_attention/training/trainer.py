@@ -20,7 +20,7 @@ from striped_attention.training.config import TrainConfig
 from striped_attention.training.loop import Run
 from striped_attention.training.settle import settled
 from striped_attention.training.signals import Signals
-from striped_attention.training.step import Program, State
+from striped_attention.training.step import Program, State, learning_rate
 from striped_attention.training.watch import Watch
 from striped_attention.training.weights_and_biases import WandbRun
 
@@ -55,7 +55,8 @@ def train(config: TrainConfig) -> State:
             asked.notify = watch.stopping
             watch.say(describe(program, corpus, kernel))
             held = [] if held_out is None else held_out.corpus.notes(config.sequence_length)
-            for line in (*reasons, *begin.lines, *corpus.notes(config.sequence_length), *held):
+            schedule = _schedule_change(config, runs, place.step)
+            for line in (*reasons, *begin.lines, *schedule, *corpus.notes(config.sequence_length), *held):
                 watch.say(line)
             state = None
             if checkpoints is not None and place.step > 0:
@@ -111,6 +112,22 @@ def _look(
     if checkpoints is not None and place.step < program.config.steps:
         checkpoints.check_room(program.state)
     return place, runs
+
+
+def _schedule_change(config: TrainConfig, runs: list[Any], step: int) -> list[str]:
+    """Say so if the learning rate jumps at a resume, because options such as --steps redraw its schedule."""
+    names = ("learning_rate", "schedule", "warmup", "steps")
+    options = runs[-1].get("options", {}) if runs else {}
+    if not step or step >= config.steps or not set(names) <= set(options):
+        return []
+    before = learning_rate(dataclasses.replace(config, **{name: options[name] for name in names}))
+    last, now, next_one = float(before(step - 1)), float(learning_rate(config)(step)), float(before(step))
+    if abs(now - next_one) <= 0.01 * max(now, next_one):
+        return []
+    return [
+        f"Warning: the learning rate continues at {now:.3g}; it was {last:.3g} at step {step}. Its schedule depends on "
+        f"--steps, --warmup, --schedule and --learning-rate."
+    ]
 
 
 def _start(config: TrainConfig, corpus: data.Data, begin: start.Start) -> Place:
