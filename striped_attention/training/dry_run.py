@@ -18,7 +18,8 @@ def show(config: TrainConfig, mesh: dict[str, int], start: Sequence[str] = ()) -
     axes = " × ".join(f"{size} {name}" for name, size in mesh.items())
     console.print(
         f"[bold]{cost.parameters:,} parameters[/], {config.batch} × {config.sequence_length:,} tokens per step on "
-        f"{cost.devices} devices ({axes}), {cost.layout}, strategy {config.strategy}, {config.dtype}"
+        f"{cost.devices} device{'s' * (cost.devices > 1)} ({axes}), {cost.layout}, strategy {config.strategy}, "
+        f"{config.dtype}"
     )
     if cost.padded_length != config.sequence_length:
         console.print(f"Padded to {cost.padded_length:,} slots per sequence.")

@@ -149,7 +149,8 @@ class Run:
             self.checkpoints.wait()
             self._show_checkpoint()
         if self.place.step >= self.config.steps:
-            self.watch.say(f"All {self.config.steps} steps are done.")
+            steps = self.config.steps
+            self.watch.say("The only step is done." if steps == 1 else f"All {steps} steps are done.")
         elif signal_name is not None:
             kept = "Nothing was saved, as there is no --checkpoint-dir."
             if self.checkpoints is not None:
