@@ -79,7 +79,11 @@ find("documents").click();
 type("length", "100k"), type("lengths", "50k 25600");
 press(document.querySelectorAll("#bar [role=slider]")[0], "ArrowRight");
 answer.moved = [[...state.lengths], find("lengths").value, document.querySelectorAll("#bar [role=slider]").length];
-press(document.querySelectorAll("#bar [role=slider]")[0], "Home");
+const edge = document.querySelectorAll("#bar [role=slider]")[0];
+edge.scrollIntoView({ block: "center" });
+const box = edge.getBoundingClientRect();
+answer.reached = document.elementFromPoint(box.x + box.width / 2, box.y + box.height / 2) === edge;
+press(edge, "Home");
 answer.home = [...state.lengths];
 type("devices", "6"), answer.changed = [state.layout, state.devices, result.groups];
 press(find("work"), "ArrowRight"), press(find("work"), "ArrowDown");
@@ -100,6 +104,7 @@ def test_settings_are_changed_by_hand(tmp_path):
     found = run(HANDS, tmp_path, "--force-prefers-reduced-motion")
     step = 1024
     assert found["moved"] == [[50 * 1024 + step, 25 * 1024 - step, 25 * 1024], "51k 24k 25k", 2]
+    assert found["reached"], "by a pointer: nothing lies above the boundary"
     assert found["home"] == [1, 75 * 1024 - 1, 25 * 1024]
     assert found["changed"] == ["zigzag", 6, 6]
     assert found["block"].startswith("Device 1, step 2: the keys of device 0, ")

@@ -73,6 +73,7 @@ const answer = SETTINGS.map(({ name, stripe, length, devices, tile, rule, ends, 
   return { padded: at.padded, slots, start, end, rows: [...rows.tiles], exact: rows.exact,
     tiles: [...countTiles(layout, mask, length, devices, tile, { byQuery: true }).tiles],
     hops: arithmetic.neededHops(layout, mask, length, at.padded, devices),
+    holders: [...Array(at.padded).keys()].map(p => arithmetic.holder(at, p)),
     pairs: arithmetic.visiblePairs(mask, length) };
 })"""
 
@@ -99,6 +100,8 @@ def test_tiles_ranges_and_hops_equal_those_of_the_library(tmp_path):
         rows, exact = count_tile_rows(layout, mask, length, devices, tile)
         hops = needed_hops(layout, mask.rule, length, padded, devices)
         assert (found["padded"], found["exact"], found["hops"]) == (padded, exact, list(hops)), setting
+        order = layout.order(padded, devices)
+        assert found["holders"] == (np.argsort(order) // (padded // devices)).tolist(), setting
         assert found["slots"] == positions.tolist(), setting
         assert found["start"] == layout.count_before(there, lo[0], padded, devices).tolist(), setting
         assert found["end"] == layout.count_before(there, hi[0], padded, devices).tolist(), setting
