@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CORE = {"jax", "numpy", "jaxtyping"}
-COMMANDS = ("train", "generate", "import", "export", "plan", "compile")
+COMMANDS = ("train", "generate", "import", "export", "plan", "explore", "compile")
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def test_the_wheel_holds_the_library_and_nothing_else(wheel):
         needs = email.message_from_bytes(packed.read(metadata)).get_all("Requires-Dist")
         entries = packed.read(metadata.replace("METADATA", "entry_points.txt")).decode()
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "striped_attention").rglob("*.py")}
-    assert set(names) == {*modules, "striped_attention/py.typed"}
+    assert set(names) == {*modules, "striped_attention/py.typed", "striped_attention/cli/explorer.html"}
     assert {re.match(r"[\w-]+", need)[0] for need in needs if "extra ==" not in need} == CORE
     assert "striped = striped_attention.cli:main" in entries
 

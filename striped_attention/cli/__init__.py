@@ -28,6 +28,7 @@ _COMMANDS = {
     "export": ("striped_attention.cli.convert", "ExportConfig"),
     "bench": ("striped_bench.bench.command", "BenchConfig"),
     "plan": ("striped_attention.cli.plan", "PlanConfig"),
+    "explore": ("striped_attention.cli.explore", "ExploreConfig"),
     "compile": ("striped_attention.cli.compile", "CompileConfig"),
     "report": ("striped_bench.report.command", "ReportConfig"),
 }
