@@ -6,7 +6,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --quiet --disable-pip-version-check
 
-.PHONY: help setup demo test test-newest test-gpu test-gpu-compile test-tpu coverage lint fuzz bench report clean
+.PHONY: help setup demo test test-newest test-gpu test-gpu-compile test-tpu coverage lint docs fuzz bench report clean
 
 help:
 	@echo "make demo    train a small model on 8 virtual devices, and compare striped with contiguous layouts"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-gpu    run the tests that need an NVIDIA GPU  (JAX='jax[cuda13]')"
 	@echo "make test-gpu-compile    compile for eight H200s, without a GPU   (downloads JAX's compiler for GPUs, 0.7 GB)"
 	@echo "make test-tpu    compile for TPU pods, without a TPU    (installs the extra 'tpu')"
+	@echo "make docs    build the documentation as a site: build/site/index.html"
 	@echo "make fuzz    check random cases against the float64 reference  (CASES=10000)"
 	@echo "make bench   measure layouts and other libraries on this CPU   (installs the extra 'peers', with torch)"
 	@echo "make report  draw the recorded results: report.html, docs/results.md and its figures"
@@ -87,6 +88,14 @@ lint: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+# Installs the extra 'docs' the first time; building needs no network.
+$(VENV)/ready-for-docs: $(VENV)/ready
+	$(PIP) "$(JAX)" -e ".[docs]"
+	@touch $@
+
+docs: $(VENV)/ready-for-docs
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 fuzz: setup
 	$(RUN) -m tests.fuzz --cases $(CASES)

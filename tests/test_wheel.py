@@ -1,5 +1,5 @@
-"""The library's wheel: its contents, imports with only the core dependencies, and messages of the command when packages
-of an extra are missing."""
+"""The library's wheel and source archive: their contents, imports with only the core dependencies, and messages of the
+command when packages of an extra are missing."""
 
 import email
 import importlib.metadata
@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -18,20 +19,38 @@ CORE = {"jax", "numpy", "jaxtyping"}
 COMMANDS = ("train", "generate", "import", "export", "plan", "explore", "compile")
 
 
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff")
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """Build what `pip wheel . --no-deps` makes, from a copy: setuptools leaves a folder beside the sources."""
+def built(tmp_path_factory):
+    """Build what `python -m build` makes, from a copy: setuptools leaves a folder beside the sources."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     nothing = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "striped_attention", source / "striped_attention", ignore=nothing)
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    shutil.copytree(ROOT / "tests", source / "tests", ignore=nothing)  # not to be found in either
+    for name in FILES:
         shutil.copy(ROOT / name, source)
-    build = f"from setuptools import build_meta; build_meta.build_wheel({str(folder)!r})"
+    build = f"from setuptools import build_meta as b; b.build_sdist({str(folder)!r}); b.build_wheel({str(folder)!r})"
     done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    (path,) = folder.glob("*.whl")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built):
+    (path,) = built.glob("*.whl")
     return path
+
+
+def test_the_source_archive_holds_what_a_build_needs(built):
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames() if packed.getmember(name).isfile()}
+    modules = {str(path.relative_to(ROOT)) for path in (ROOT / "striped_attention").rglob("*.py")}
+    made = {name for name in names if ".egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
+    assert names == {*modules, *FILES, "striped_attention/py.typed"} | made
 
 
 def test_the_wheel_holds_the_library_and_nothing_else(wheel):
