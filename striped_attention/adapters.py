@@ -17,7 +17,7 @@ from jaxtyping import Array
 from striped_attention.attention import attention, attention_shard
 from striped_attention.core.annotations import checks_itself
 from striped_attention.core.bias import Bias
-from striped_attention.core.layout import BASELINE, AxisName, Layout, count_devices
+from striped_attention.core.layout import BASELINE, INT32_MAX, AxisName, Layout, count_devices
 from striped_attention.core.mask import Mask, causal, full, ranges, window
 from striped_attention.core.partial import Partial
 
@@ -117,26 +117,52 @@ def dot_product_attention(
     if implementation not in KERNELS:
         raise ValueError(f"implementation must be None, 'xla' or 'cudnn'; got {implementation!r}.")
     arrays = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    length, keys = arrays[0].shape[-3], arrays[1].shape[-3]
+    _check_rank(*arrays)
+    if implementation is not None and "kernel" in options:
+        raise ValueError("implementation and kernel name the same thing. Leave one of them out.")
+    if _is_inside(axis_name) and not (query_seq_lengths is None and key_value_seq_lengths is None):
+        raise ValueError(
+            "Inside shard_map a mask of sequence lengths must be permuted: pass mask=sa.ranges(0, hi).permute(layout, "
+            "devices) through in_specs, sharded like [batch, length]."
+        )
+    batch = math.prod(arrays[0].shape[:-3])
+    length = options.get("length") or arrays[0].shape[-3]
     masks: list[Mask | None] = [causal() if is_causal else None]
     if local_window_size is not None:
         sides = local_window_size if isinstance(local_window_size, tuple) else (local_window_size, local_window_size)
         masks.append(window(*sides))
     if key_value_seq_lengths is not None:
-        masks.append(ranges(0, _per_row(key_value_seq_lengths, length), keys))
+        masks.append(ranges(0, _per_row("key_value_seq_lengths", key_value_seq_lengths, batch, length)))
     if query_seq_lengths is not None:
         xp: Any = jnp if isinstance(query_seq_lengths, jax.Array) else np
-        beyond = np.arange(length, dtype=np.int32) >= _per_row(query_seq_lengths, length)
-        masks.append(ranges(xp.where(beyond, keys, 0), keys, keys))
+        beyond = np.arange(length) >= _per_row("query_seq_lengths", query_seq_lengths, batch, length)
+        masks.append(ranges(xp.where(beyond, INT32_MAX, 0), INT32_MAX))
     options = {"scale": scale, "kernel": KERNELS[implementation], "return_lse": return_residual, **options}
     where = dict(axis_name=axis_name, layout=layout)
     return _run(*arrays, bias, mask, masks, order, where, options)
 
 
-def _per_row(lengths: Any, length: int) -> Any:
+def _per_row(name: str, lengths: Any, batch: int, length: int) -> Any:
     """Return lengths [batch] as [batch, length]."""
     xp: Any = jnp if isinstance(lengths, jax.Array) else np
-    return xp.broadcast_to(xp.asarray(lengths)[:, None], (len(lengths), length))
+    lengths = xp.asarray(lengths)
+    if lengths.shape != (batch,):
+        raise ValueError(f"{name} must have one length for each of the {batch} sequences; got shape {lengths.shape}.")
+    return xp.broadcast_to(lengths[:, None], (batch, length))
+
+
+def _check_rank(query: Array, key: Array, value: Array) -> None:
+    if min(x.ndim for x in (query, key, value)) < 3:
+        raise ValueError(
+            f"query, key and value must be [batch, length, heads, dim], with any number of batch dimensions; got "
+            f"{query.shape}, {key.shape} and {value.shape}."
+        )
+
+
+def _is_inside(axis_name: AxisName) -> bool:
+    """Whether this code is inside a shard_map over the axis, or one of several axes."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    return any(name in jax.sharding.get_abstract_mesh().manual_axes for name in names)
 
 
 def _check(mask: Any, order: Any) -> None:
@@ -162,13 +188,16 @@ def _run(
             f"A bias array of length² entries does not fit on a device of a long sequence; got shape {np.shape(bias)}. "
             f"Pass bias=sa.alibi(slopes) or sa.relative_bias(table), whose entries are computed where they are needed."
         )
+    if bias is not None and options.get("bias") is not None:
+        raise ValueError("Attention has a bias already, given to attention_fn. Pass one bias only.")
     if bias is not None:
         options = {**options, "bias": bias}
+    _check_rank(query, key, value)
     visible = full()
     for one in (mask, *masks):
         visible = visible if one is None else visible & one
     batch = query.shape[:-3]
-    flat = tuple(x.reshape(math.prod(batch), *x.shape[-3:]) for x in (query, key, value))
+    flat = tuple(x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (query, key, value))
     result = _ordered(flat, visible, order, {**where, **options})
     whole = lambda x: x.reshape(*batch, *x.shape[1:])  # noqa: E731
     if isinstance(result, Partial):
@@ -179,8 +208,9 @@ def _run(
 def _ordered(arrays: tuple[Array, ...], mask: Mask, order: str, options: dict[str, Any]) -> Any:
     """Run attention on query, key and value, [batch, length, heads, dim], in the given order."""
     axis_name, layout = options["axis_name"], options["layout"]
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    if any(name in jax.sharding.get_abstract_mesh().manual_axes for name in names):
+    if _is_inside(axis_name):
+        if "mesh" in options or "spec" in options:
+            raise ValueError("Inside shard_map the mesh and the sharding are known. Leave out mesh and spec.")
         if order == "sequence":
             raise ValueError(
                 f"Inside a shard_map over {axis_name!r} every array is a device's shard, in layout order. Permute the "

@@ -124,8 +124,8 @@ def attention(
     tile = check_options(scale, softcap, tile)
     ok = None
     if positions is not None:
-        expected = layout.order(query.shape[1], devices)  # from 0, also with an offset
-        ok = check_positions(positions, expected, query.shape[0], length, layout, devices)
+        expected = layout.order(query.shape[1], devices) + np.int32(offset)
+        ok = check_positions(positions, expected, query.shape[0], length + offset, layout, devices)
     options = dict(
         axis_name=axis_name,
         layout=layout,
@@ -242,8 +242,8 @@ def attention_shard(
     )
     ok = None
     if positions is not None:
-        expected = layout.positions(lax.axis_index(axis_name), padded_length, devices)
-        ok = check_positions(positions, expected, query.shape[0], length, layout, devices)
+        expected = layout.positions(lax.axis_index(axis_name), padded_length, devices) + np.int32(offset)
+        ok = check_positions(positions, expected, query.shape[0], length + offset, layout, devices)
     with _forward_mode_refused():
         out = ring_attention(problem, query, key, value, mask, bias, sinks)
     return jax.tree.map(lambda x: poison(x, ok), out)
@@ -297,7 +297,9 @@ def _on_mesh(
     options: Any,
 ) -> Any:
     batch, sequence, heads, _ = spec
-    key, value = (x if copies == 1 else jnp.repeat(x, copies, axis=2) for x in (key, value))
+    if copies > 1:
+        whole = PartitionSpec(batch, sequence, None, None)
+        key, value = (jnp.repeat(reshard(x, mesh, whole), copies, axis=2) for x in (key, value))
     per_head = PartitionSpec(heads)
     mask_specs = jax.tree.map(lambda x: PartitionSpec(batch if x.shape[0] == len(query) else None, sequence), mask)
     inputs = (query, key, value, mask, bias, sinks)

@@ -126,6 +126,24 @@ def test_models_that_permute_their_tokens_once():
         jax.shard_map(in_sequence, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)(q, k, v)
 
 
+def test_sequence_lengths_of_arrays_that_are_permuted_and_padded():
+    layout, (q, k, v) = sa.striped(), arrays()
+    lengths = np.array([5, 21], np.int32)
+    attend = on_devices(layout, order="layout", length=LENGTH, key_value_seq_lengths=lengths)
+    found = attend(*(layout.permute(x, DEVICES) for x in (q, k, v)))
+    wanted = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=lengths)
+    np.testing.assert_allclose(layout.restore(found, DEVICES, length=LENGTH), wanted, atol=FLOAT32_TOLERANCE)
+    inside = functools.partial(
+        sa.dot_product_attention, axis_name="sequence", key_value_seq_lengths=lengths, order="layout"
+    )
+    shards = functools.partial(jax.shard_map, mesh=mesh_of(DEVICES), in_specs=(jax.P(),) * 3, out_specs=jax.P())
+    with pytest.raises(ValueError, match="Inside shard_map a mask of sequence lengths must be permuted"):
+        shards(inside)(q, k, v)
+    with_mesh = sa.attention_fn(axis_name="sequence", layout=layout, order="layout", mesh=mesh_of(DEVICES))
+    with pytest.raises(ValueError, match="Leave out mesh and spec"):
+        shards(with_mesh)(q, k, v)
+
+
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=str)
 def test_any_batch_dimensions_and_dtypes(batch):
     q, k, v = arrays(batch=batch)
@@ -166,5 +184,14 @@ def test_wrong_arguments_of_adapters():
         sa.attention_fn(axis_name="sequence", layout=sa.striped())(*arrays())
     with pytest.raises(ValueError, match="implementation must be None, 'xla' or 'cudnn'; got 'flash'"):
         on_devices(sa.striped())(*arrays(), implementation="flash")
+    with pytest.raises(ValueError, match="implementation and kernel name the same thing"):
+        on_devices(sa.striped())(*arrays(), implementation="xla", kernel="auto")
+    with pytest.raises(ValueError, match=r"one length for each of the 2 sequences; got shape \(1,\)"):
+        on_devices(sa.striped())(*arrays(), key_value_seq_lengths=np.array([5], np.int32))
+    slopes = sa.alibi(np.ones(4, np.float32))
+    with pytest.raises(ValueError, match="Attention has a bias already"):
+        sa.attention_fn(axis_name="sequence", layout=sa.striped(), bias=slopes)(*arrays(), bias=slopes)
+    with pytest.raises(ValueError, match=r"must be \[batch, length, heads, dim\]"):
+        on_devices(sa.striped())(np.ones((3, 4)), np.ones((3, 4)), np.ones((3, 4)))
     with pytest.raises(TypeError, match="unexpected keyword argument 'windw'"):
         sa.attention_fn(axis_name="sequence", layout=sa.striped(), windw=4, mesh=mesh_of(DEVICES))(*arrays())

@@ -25,7 +25,7 @@ def masks(keys):
         (sa.causal(), max(0, keys - QUERIES)),
         (sa.window(5, 3), 10),
         (sa.prefix(30), 7),
-        (sa.ranges(place // 4 * 4, place + 20, key_length=keys), 0),
+        (sa.ranges(place // 4 * 4, place + 20), 0),
     ]
 
 
@@ -117,6 +117,16 @@ def test_kernels_take_values_of_another_width_or_say_why_not(name):
     takes = {"xla": True, "hopper": True, "cudnn": False, "pallas_tpu": False}[name]
     assert reason is None if takes else "It needs values as wide as keys; got 192 and 128" in reason
     assert "at most 256" in refusal("hopper", make_request(q, k, **where | {"platform": "gpu"}, value_dim=320))
+
+
+def test_positions_count_from_the_offset():
+    layout, q = sa.striped(), jnp.ones((1, 8, 2, 4))
+    k = jnp.ones((1, 16, 2, 4))
+    call = functools.partial(sa.attention, q, k, k, mesh=mesh_of(4), axis_name="sequence", layout=layout)
+    order = layout.permute(np.arange(8), 4, axis=0)
+    assert np.isfinite(call(mask=sa.causal(), offset=8, positions=order + 8)).all()
+    with pytest.raises(ValueError, match="too small"):
+        call(mask=sa.causal(), offset=8, positions=order)
 
 
 def test_wrong_contexts():

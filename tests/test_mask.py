@@ -56,6 +56,33 @@ def test_ranges_of_keys():
     np.testing.assert_array_equal(traced.dense(T), valid.dense(T))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
+def test_ranges_of_any_integer_dtype(dtype):
+    """Lengths and limits that the dtype cannot hold do not wrap, traced or not."""
+    length, hi = 300, np.minimum(np.arange(300) // 3 + 1, 100)
+    lo = np.zeros(300, dtype)
+    if np.iinfo(dtype).max > 2**31:
+        hi, lo = hi.astype(dtype), np.where(np.arange(300) < 150, 0, np.iinfo(dtype).max).astype(dtype)
+    wanted = (lo[:, None].astype(object) <= np.arange(length)) & (np.arange(length) < hi[:, None])
+    for make in (sa.ranges, jax.jit(sa.ranges))[: 1 if "64" in dtype else 2]:  # JAX itself makes 32 of 64 bits
+        np.testing.assert_array_equal(make(lo, hi.astype(dtype)).dense(length)[0], wanted.astype(bool))
+    ids = np.repeat(np.arange(3), 100)[None].astype("uint8")
+    for padding in (-1, 2**31, 0):
+        made = jax.jit(lambda ids, padding=padding: sa.documents(ids, padding=padding))(ids)
+        np.testing.assert_array_equal(made.dense(length)[0, :100].any(), padding != 0)
+
+
+def test_the_order_of_an_intersection_makes_no_difference():
+    documents, blocks = sa.documents(IDS), sa.ranges(0, np.arange(T) + 1)
+    assert jax.tree.structure(documents & blocks) == jax.tree.structure(blocks & documents)
+
+
+def test_ranges_reach_beyond_the_queries_in_cross_attention():
+    mask = sa.ranges(np.arange(T) + 3, np.arange(T) + 9)
+    seen = mask.dense(T, keys=20)[0]
+    np.testing.assert_array_equal(seen, (np.arange(20) >= QUERY + 3) & (np.arange(20) < QUERY + 9))
+
+
 @pytest.mark.parametrize(
     ("lo", "hi", "message"),
     [

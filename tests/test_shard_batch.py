@@ -38,7 +38,7 @@ def test_everything_is_in_layout_order_on_the_mesh(mesh):
         spec = jax.P("sequence") if name == "positions" else jax.P("data", "sequence")
         assert found[name].sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), found[name].ndim)
     np.testing.assert_array_equal(found["more"][1], LAYOUT.permute(ids, 4))
-    options = dict(axis_name="sequence", layout=LAYOUT, spec=jax.P("data", "sequence"), length=LENGTH, mesh=mesh)
+    options = dict(axis_name="sequence", layout=LAYOUT, length=LENGTH, mesh=mesh)
     options["spec"] = jax.P("data", "sequence", None, None)
     attend = jax.jit(
         lambda b: sa.attention(b["x"], b["x"], b["x"], mask=b["mask"], positions=b["positions"], **options)
@@ -67,5 +67,10 @@ def test_wrong_batches(mesh):
         sa.shard_batch({"step": 3}, **where)
     with pytest.raises(ValueError, match=r"pad names \['target'\], but the batch has no such arrays"):
         sa.shard_batch({"targets": np.ones((2, 21))}, **where, pad={"target": -1})
+    with pytest.raises(ValueError, match="pad must be a value of dtype uint8; got -100"):
+        sa.shard_batch({"a": np.ones((2, 21), np.uint8)}, **where, pad=-100)
+    with pytest.raises(ValueError, match="the batch is not a dictionary"):
+        sa.shard_batch(np.ones((2, 21)), **where, pad={})
+    assert (np.asarray(sa.shard_batch({3: np.ones((2, 21), int)}, **where, pad={3: -1})[3]) == -1).any()
     with pytest.raises(ValueError, match="shard_batch needs a mesh"):
         sa.shard_batch({}, layout=LAYOUT, axis_name="sequence")

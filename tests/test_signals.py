@@ -14,7 +14,7 @@ BUSY = """
 import hashlib
 from striped_attention.training.signals import Signals
 with Signals() as asked:
-    asked.notify = lambda name: print(name, flush=True)
+    asked.acknowledge_with(lambda name: print(name, flush=True))
     print("ready", flush=True)
     hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
 """
@@ -60,7 +60,7 @@ def test_a_request_to_stop_is_known_at_once_and_kept():
     acknowledged, names = threading.Event(), []
     before = signal.getsignal(signal.SIGTERM)
     with Signals() as asked:
-        asked.notify = lambda name: (names.append(name), acknowledged.set())
+        asked.acknowledge_with(lambda name: (names.append(name), acknowledged.set()))
         assert not asked.stop
         signal.raise_signal(signal.SIGTERM)
         assert asked.stop
@@ -68,3 +68,44 @@ def test_a_request_to_stop_is_known_at_once_and_kept():
         assert acknowledged.wait(60)
     assert names == ["SIGTERM"]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_before_there_is_a_display_is_acknowledged_later_and_an_unread_output_does_no_harm():
+    names = []
+    with Signals() as asked:
+        signal.raise_signal(signal.SIGTERM)
+        acknowledged = threading.Event()
+        while not asked._pending:
+            threading.Event().wait(0.01)
+        asked.acknowledge_with(lambda name: (names.append(name), acknowledged.set()))
+        assert acknowledged.is_set()
+    assert names == ["SIGTERM"]
+
+    def unread(_):
+        raise BrokenPipeError
+
+    with Signals() as asked:
+        asked.acknowledge_with(unread)
+        signal.raise_signal(signal.SIGTERM)
+        assert asked.stop
+        assert asked._thread.is_alive()
+
+
+def test_a_forked_child_leaves_the_signals_to_its_parent():
+    """A signal to the whole group counts once in the parent: the child does not write to the same pipe."""
+    code = """
+import os, signal, time
+from striped_attention.training.signals import Signals
+os.setpgrp()
+with Signals() as asked:
+    child = os.fork()
+    if child == 0:
+        time.sleep(0.5)
+        os._exit(0)
+    os.killpg(0, signal.SIGINT)
+    os.waitpid(child, 0)
+    time.sleep(0.2)
+    print(asked.name)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "SIGINT\n"), done.stderr

@@ -115,7 +115,7 @@ def check_context(
     if "documents" in mask.made:
         raise ValueError(
             f"A documents mask is for queries and keys of one sequence; got {length} queries at offset {offset} and "
-            f"{key_length} keys. Use ranges(lo, hi, key_length={key_length}) with the keys that each query may see."
+            f"{key_length} keys. Use ranges(lo, hi) with the keys that each query may see."
         )
     return Context(key_length, key_slots, offset)
 
@@ -124,7 +124,7 @@ def check_batch(mask: Mask, batch: int) -> None:
     for array in (mask.lo, mask.hi):
         if array is not None and array.shape[0] not in (1, batch):
             raise ValueError(
-                f"A documents mask needs a row of segment ids for each of the {batch} sequences, or one for all; "
+                f"A mask of documents or ranges needs a row for each of the {batch} sequences, or one for all; "
                 f"got {array.shape[0]}."
             )
 

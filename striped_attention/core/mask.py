@@ -118,7 +118,7 @@ class Mask:
             lo=_either(namespace(self.lo, other.lo).maximum, self.lo, other.lo),
             hi=_either(namespace(self.hi, other.hi).minimum, self.hi, other.hi),
             length=self.length or other.length,
-            made=tuple(dict.fromkeys((*self.made, *other.made))),
+            made=tuple(sorted({*self.made, *other.made})),
             placed=self.placed or other.placed,
         )
 
@@ -172,13 +172,19 @@ class Mask:
 
         return dataclasses.replace(jax.tree.map(place, self), placed=(layout, devices))
 
-    def dense(self, length: int) -> Bool[np.ndarray, "*rows length length"]:
-        """Return the dense mask, True where a query (row) may attend to a key (column): for tests and inspection."""
+    def dense(
+        self, length: int, keys: int | None = None, offset: int = 0
+    ) -> Bool[np.ndarray, "*rows length key_length"]:
+        """Return the dense mask, True where a query (row) may attend to a key (column): for tests and inspection.
+
+        `keys` and `offset` are those of cross attention, as for `bounds`.
+        """
         if self.placed is not None:
             raise ValueError("dense() needs a mask in sequence order; got a permuted one. Call it before mask.permute.")
         self.check_length(length)
-        lo, hi = (np.asarray(x)[..., None] for x in self.bounds(np.arange(length, dtype=np.int32), length))
-        key = np.arange(length)
+        positions = np.arange(length, dtype=np.int32)
+        lo, hi = (np.asarray(x)[..., None] for x in self.bounds(positions, length, keys, offset))
+        key = np.arange(length if keys is None else keys)
         picture = (lo <= key) & (key < hi)
         return picture[0] if self.length is None else picture
 
@@ -229,17 +235,14 @@ def prefix(length: int) -> Mask:
 
 @checks_itself
 def ranges(
-    lo: Int[Array | np.ndarray, "*rows length"] | int,
-    hi: Int[Array | np.ndarray, "*rows length"] | int,
-    key_length: int | None = None,
+    lo: Int[Array | np.ndarray, "*rows length"] | int, hi: Int[Array | np.ndarray, "*rows length"] | int
 ) -> Mask:
     """Any ranges of keys: a query at position p sees the keys [lo[p], hi[p]); none if lo[p] ≥ hi[p].
 
     `lo` and `hi` are [length] or [batch, length], in sequence order; one of them may be an integer. Neither may ever
-    decrease along the sequence. Values below 0 mean 0, and values beyond the keys mean their end; `key_length` is the
-    number of keys, by default that of the queries. Traced values cannot be checked; with SA_CHECK=1, ones that decrease
-    are logged as an error at run time, and no query of that sequence sees any key. Intersect with `causal()` if no
-    query sees a later key: that is then known at trace time.
+    decrease along the sequence. Values below 0 mean 0, and values beyond the keys mean their end. Traced values cannot
+    be checked; with SA_CHECK=1, ones that decrease are logged as an error at run time, and no query of that sequence
+    sees any key. Intersect with `causal()` if no query sees a later key: that is then known at trace time.
 
         position = np.arange(length)
         sa.ranges(0, (position // 512 + 1) * 512)                    block-causal, with blocks of 512
@@ -256,17 +259,16 @@ def ranges(
             f"got shapes {ends['lo'].shape} and {ends['hi'].shape}."
         )
     (length,) = lengths
-    end = length if key_length is None else check_whole("key_length", key_length)
     both = []
     for name, x in ends.items():
         xp: Any = namespace(x)
-        x = xp.clip(x, 0, end).astype(np.int32)
+        x = _not_negative(x)
         if isinstance(x, np.ndarray):
             _check_monotone(name, x)
         elif x.ndim == 2 and checks_enabled():
             ok = jnp.all(x[:, 1:] >= x[:, :-1], axis=1)
             log_unless(ok, _explain_monotone, np.array(name == "lo"), x)
-            x = jnp.where(ok[:, None], x, end if name == "lo" else 0)
+            x = jnp.where(ok[:, None], x, INT32_MAX if name == "lo" else 0)
         both.append(x if x.ndim == 2 else xp.full((1, length), x))
     return Mask(lo=both[0], hi=both[1], length=length, made=("ranges",))
 
@@ -279,6 +281,16 @@ def _whole(name: str, x: Any) -> Any:
         raise ValueError(f"{name} must be whole numbers of shape [length] or [batch, length]; got {x.dtype}{x.shape}.")
     x = x[None] if x.ndim == 1 else x
     return _gathered(x) if x.ndim == 2 else x
+
+
+def _not_negative(x: Any) -> Any:
+    """Return whole numbers of any dtype as int32, clipped to what it can hold, and negative ones as 0."""
+    xp, limits = namespace(x), np.iinfo(x.dtype)
+    if limits.max > INT32_MAX:
+        x = xp.minimum(x, np.array(INT32_MAX, x.dtype))
+    if limits.min < -INT32_MAX - 1:
+        x = xp.maximum(x, np.array(0, x.dtype))
+    return xp.maximum(x.astype(np.int32), np.int32(0))
 
 
 def _gathered(x: Any) -> Any:
@@ -326,7 +338,9 @@ def documents(
             f"For one sequence use segment_ids[None, :]."
         )
     if padding is not None:
-        padding = check_whole("padding, the id of tokens that are never seen,", padding, least=-INT32_MAX)
+        padding = check_whole("padding, the id of tokens that are never seen,", padding, least=-INT32_MAX - 1)
+        limits = np.iinfo(segment_ids.dtype)
+        padding = padding if limits.min <= padding <= limits.max else None  # no token can have it
     xp: Any = namespace(segment_ids)
     segment_ids = _gathered(segment_ids)
     length = segment_ids.shape[1]

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array
 
 from striped_attention.core.annotations import checks_itself
-from striped_attention.core.layout import AxisName, Layout, count_devices
+from striped_attention.core.layout import AxisName, Layout, check_layout, count_devices
 from striped_attention.core.mask import Mask
 from striped_attention.runtime.hardware import hardware_of
 
@@ -50,9 +50,9 @@ def shard_batch(
     axis_name: AxisName,
     mesh: Mesh | None = None,
     batch_axis: AxisName | None = None,
-    pad: int | Mapping[str, int] = 0,
+    pad: int | Mapping[Any, int] = 0,
 ) -> Any:
-    """Pad, permute and shard everything that belongs to the tokens of a batch, so that no two arrays can differ.
+    """Pad, permute and shard everything that belongs to the tokens of a batch, so that all arrays have the same order.
 
     Args:
       batch: arrays [batch, length, ...] or [length], in sequence order, such as tokens, targets, positions and segment
@@ -69,14 +69,17 @@ def shard_batch(
         mesh = jax.sharding.get_mesh()
         if mesh.empty:
             raise ValueError("shard_batch needs a mesh: pass mesh=…, or call it under jax.set_mesh(mesh).")
+    check_layout(layout)
     devices = count_devices(None, mesh, axis_name)
     leaves, structure = jax.tree.flatten_with_path(batch, is_leaf=lambda x: isinstance(x, Mask))
     lengths = {jax.tree_util.keystr(path): _length(path, x) for path, x in leaves}
     if len(set(lengths.values()) - {None}) > 1:
         each = ", ".join(f"{path} {length}" for path, length in lengths.items() if length is not None)
         raise ValueError(f"All arrays of a batch must have the same length; got {each}.")
-    if isinstance(pad, Mapping) and (unknown := set(pad) - set(batch if isinstance(batch, Mapping) else ())):
-        raise ValueError(f"pad names {sorted(unknown)}, but the batch has no such arrays.")
+    if isinstance(pad, Mapping) and not isinstance(batch, Mapping):
+        raise ValueError("pad has values by name, but the batch is not a dictionary. Pass one value.")
+    if isinstance(pad, Mapping) and (unknown := set(pad) - set(batch)):
+        raise ValueError(f"pad names {sorted(map(str, unknown))}, but the batch has no such arrays.")
 
     def put(x: Any, rows: Any) -> jax.Array:
         spec = PartitionSpec(axis_name) if x.ndim == 1 else PartitionSpec(rows, axis_name)
@@ -86,7 +89,9 @@ def shard_batch(
         if isinstance(x, Mask):
             one = lambda x: put(np.asarray(x), batch_axis if x.shape[0] > 1 else None)  # noqa: E731
             return jax.tree.map(one, x.permute(layout, devices))
-        value = pad.get(str(getattr(path[0], "key", "")), 0) if isinstance(pad, Mapping) else pad
+        value = pad.get(getattr(path[0], "key", None), 0) if isinstance(pad, Mapping) else pad
+        if np.asarray(value).astype(np.asarray(x).dtype) != value:
+            raise ValueError(f"pad must be a value of dtype {np.asarray(x).dtype}; got {value!r}.")
         return put(layout.permute(np.asarray(x), devices, axis=min(1, np.ndim(x) - 1), pad=value), batch_axis)
 
     return jax.tree.unflatten(structure, [place(path, x) for path, x in leaves])

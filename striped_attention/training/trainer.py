@@ -52,7 +52,7 @@ def train(config: TrainConfig) -> State:
         place, runs = _look(program, corpus, begin, checkpoints)
         wandb = None if config.wandb is None or not main else WandbRun(config)
         with Watch(place.step, config.steps, quiet=not main, wandb=wandb) as watch:
-            asked.notify = watch.stopping
+            asked.acknowledge_with(watch.stopping)
             watch.say(describe(program, corpus, kernel))
             held = [] if held_out is None else held_out.corpus.notes(config.sequence_length)
             schedule = _schedule_change(config, runs, place.step)
