@@ -50,7 +50,8 @@ def test_the_source_archive_holds_what_a_build_needs(built):
         names = {name.partition("/")[2] for name in packed.getnames() if packed.getmember(name).isfile()}
     modules = {str(path.relative_to(ROOT)) for path in (ROOT / "striped_attention").rglob("*.py")}
     made = {name for name in names if ".egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
-    assert names == {*modules, *FILES, "striped_attention/py.typed"} | made
+    files = {"striped_attention/py.typed", "striped_attention/cli/explorer.html"}
+    assert names == {*modules, *FILES, *files} | made
 
 
 def test_the_wheel_holds_the_library_and_nothing_else(wheel):
