@@ -40,7 +40,7 @@ def test_what_auto_takes(monkeypatch):
 def test_what_a_kernel_cannot_do_is_not_taken(monkeypatch):
     monkeypatch.setattr(binding, "EMULATED", True)
     assert not settled(dataclasses.replace(RUN, kernel="cudnn"), 8, documents=False).startswith("gather")
-    with pytest.raises(UsageError, match=r"--strategy auto: no strategy is possible\. ring: With contiguous"):
+    with pytest.raises(UsageError, match=r"--strategy auto: no strategy is possible\. ring, heads=8: With contiguous"):
         settled(dataclasses.replace(RUN, kernel="cudnn"), 8, documents=True)
 
 
