@@ -175,19 +175,20 @@ def test_the_page_is_light_or_dark_as_the_reader_wishes(tmp_path, scheme, bright
     assert (np.median(imread(tmp_path / "picture.png")[..., :3]) > 0.5) == bright
 
 
-SPEED = """
+LARGE = """
 const answer = ["devices=64&length=1M", "devices=64&length=1M&layout=striped&documents=yes&tile=128"].map(where => {
-  location.hash = where; readHash(); writeAll();
-  const start = performance.now();
-  update();
-  return performance.now() - start;
+  location.hash = where; readHash(); writeAll(); update();
+  return document.body.innerText;
 })"""
 
 
 @needs_browser
-def test_a_million_tokens_on_64_devices_are_shown_at_once(tmp_path):
-    """About 0.1 s on a core of a server; a bound that a busy machine keeps too."""
-    assert max(run(SPEED, tmp_path)) < 1000
+def test_a_million_tokens_on_64_devices_can_be_shown(tmp_path):
+    plain, packed = run(LARGE, tmp_path)
+    for text in (plain, packed):
+        assert "16,384 tokens per device" in text
+        assert not re.search(r"NaN|undefined|Infinity", text)
+    assert plain != packed
 
 
 def test_the_page_loads_nothing_from_a_network():
