@@ -98,10 +98,13 @@ import os, signal, time
 from striped_attention.training.signals import Signals
 os.setpgrp()
 with Signals() as asked:
+    read, write = os.pipe()
     child = os.fork()
     if child == 0:
+        os.write(write, b"x")
         time.sleep(0.5)
         os._exit(0)
+    os.read(read, 1)
     os.killpg(0, signal.SIGINT)
     os.waitpid(child, 0)
     time.sleep(0.2)
