@@ -1,4 +1,4 @@
-"""A headless browser for the tests of `striped explore`."""
+"""A headless browser for the tests of `striped explore` and of the report."""
 
 import html
 import json

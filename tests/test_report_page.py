@@ -4,7 +4,6 @@ import html
 import json
 import pathlib
 import re
-import shutil
 import subprocess
 
 import numpy as np
@@ -14,11 +13,11 @@ from striped_bench.report.contents import gather
 from striped_bench.report.read import Document, read
 
 from striped_attention.cli import main
+from tests.browser import BROWSER, needs_browser
 from tests.small_results import layouts
 
 ROOT = pathlib.Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +72,7 @@ def chromium(path, folder, *flags):
     return subprocess.run([*command, path.as_uri()], capture_output=True, text=True, check=True, timeout=120)
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+@needs_browser
 def test_a_browser_shows_the_page_without_complaint(page, tmp_path):
     shown = chromium(page, tmp_path, "--enable-logging=stderr", "--dump-dom")
     assert shown.stdout.count("<svg") == page.read_text().count("<svg ")
@@ -81,7 +80,7 @@ def test_a_browser_shows_the_page_without_complaint(page, tmp_path):
     assert "CONSOLE" not in shown.stderr
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+@needs_browser
 @pytest.mark.parametrize(("scheme", "bright"), [("1", True), ("0", False)])
 def test_the_page_is_light_or_dark_as_the_reader_wishes(page, tmp_path, scheme, bright):
     from matplotlib.image import imread
@@ -116,7 +115,7 @@ frame.onload = () => {
 </script></body>"""
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no chromium, chromium-browser or google-chrome on the PATH")
+@needs_browser
 @pytest.mark.parametrize("width", [375, 768, 1280])
 def test_figures_fit_the_screen_and_their_text_is_legible(page, tmp_path, width):
     """Nothing scrolls sideways but tables, no text is smaller than 10 pixels, and each figure is shown once."""
