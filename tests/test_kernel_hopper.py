@@ -85,6 +85,37 @@ def test_gradients_that_have_to_be_the_same_in_every_run_take_two_passes(monkeyp
     assert not made
 
 
+@pytest.mark.parametrize("case", ["one pass and softcap", "narrower values, odd scale"])
+def test_a_whole_block_is_rounded_in_the_kernel(case):
+    """Results of a whole block are those of any block, rounded; `lost` is the rounding error of `out`."""
+    shape, _, options = TILES[case]
+    queries, keys, heads, kv_heads, dim, value_dim = shape[1:]
+    rng = np.random.default_rng(0)
+    draw = lambda *sizes: jnp.asarray(rng.standard_normal((1, *sizes)), jnp.bfloat16)  # noqa: E731
+    q, k, v = draw(queries, heads, dim), draw(keys, kv_heads, dim), draw(keys, kv_heads, value_dim)
+    dout = draw(queries, heads, value_dim)
+    places = np.arange(queries, dtype=np.int32), np.arange(keys, dtype=np.int32)
+    some, whole = (
+        Block(*map(jnp.asarray, wide_ranges(np.random.default_rng(1), 1, queries, keys)), *places, **options, whole=one)
+        for one in (False, True)
+    )
+    with hopper.emulated():
+        full = kernel.attend(q)(k, v, some)
+        found = kernel.attend_whole(q)(k, v, whole, keep=True)
+        alone = kernel.attend_whole(q)(k, v, whole, keep=False)
+        grads, rounded = (kernel.attend_grad(q, *full, dout)(k, v, block) for block in (some, whole))
+    assert alone.lost is None
+    for one in (found, alone):
+        np.testing.assert_array_equal(one.out, full.out.astype(jnp.bfloat16))
+        np.testing.assert_array_equal(one.lse, full.lse)
+    both = found.out.astype(jnp.float32) + found.lost.astype(jnp.float32)
+    np.testing.assert_allclose(both, full.out, rtol=2.0**-16, atol=1e-30)
+    assert rounded[0].dtype == jnp.float32
+    for exact, short in zip(grads[1:3], rounded[1:3], strict=True):
+        assert short.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(short, exact.astype(jnp.bfloat16))
+
+
 def count_calls(monkeypatch, module, name):
     made, plain = [], getattr(module, name)
     monkeypatch.setattr(module, name, lambda *args: made.append(args) or plain(*args))

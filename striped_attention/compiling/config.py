@@ -51,7 +51,7 @@ class CompileConfig:
     """Data type of the model's computation."""
     memory: float = 0.9
     """Fraction of each device's memory that a run may use, as in `striped train`."""
-    remat: Literal["auto", "none", "qkv", "attention", "full"] = "auto"
+    remat: Literal["auto", "unrolled", "none", "qkv", "attention", "full"] = "auto"
     """Rematerialisation: what a layer keeps for the backward pass, as in `striped train`."""
     chunk: Whole = None
     """Tokens that feed-forward layers and the loss process at a time. Default: as in `striped train`."""

@@ -55,7 +55,7 @@ def make_program(
     run = dataclasses.replace(run, strategy=str(strategy))
     trainer.choose(run, sizes, documents, device.platform)  # raises if the kernel does not support it
     parts = estimate(run, sizes).memory
-    run = budget.within(run, sizes, room + sum(parts[name] for name in BACKWARD))
+    run = budget.within(run, sizes, room + sum(parts[name] for name in BACKWARD), device.platform)
     return Program(run, mesh, documents=documents)
 
 
@@ -136,7 +136,8 @@ def fitting(forward: AnyForward, asked: EvaluateConfig, room: float) -> AnyForwa
     while (need := memory.peak(functools.partial(getattr, forward, "compiled"))) is None or need > room:
         program = forward.program
         sizes = {str(axis): size for axis, size in program.mesh.shape.items()}
-        less = budget.frugal(program.config, dataclasses.replace(program.config, chunk=asked.chunk), sizes)
+        whole = dataclasses.replace(program.config, chunk=asked.chunk)
+        less = budget.frugal(program.config, whole, sizes, program.platform)
         if less is None:
             break
         forward = dataclasses.replace(forward, program=dataclasses.replace(program, config=less))

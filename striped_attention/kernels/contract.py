@@ -16,9 +16,13 @@ Work that is the same for all blocks belongs in the first call.
   no key has out = 0 and lse = -inf.
 * `attend_grad` receives the `out` and `lse` of the *whole* row, merged over all blocks, so exp(score - lse) is the
   final probability. It returns float32 gradients, which the caller sums over blocks; a row without keys adds nothing.
+  Those of a *whole* block (`Block.whole`) need no sum, so dk and dv may have the dtype of k and v.
   `dlse` is the gradient of the row's lse, None if the caller uses only `out` (`Request.lse` tells in advance).
 
-A kernel also provides the following. A `Request` holds everything known about the work at trace time.
+A kernel may also provide `attend_whole(q)(k, v, block, keep) -> Whole`: the forward pass of a whole block, with `out` rounded
+to the dtype of q and, if `keep`, its rounding error. It is None where rounding the result of `attend` is as fast.
+
+A kernel provides the following. A `Request` holds everything known about the work at trace time.
 
 * `unsupported(request)`: why the kernel cannot run the request, as a sentence, or None. Kernels must reject options
   they do not support.
@@ -35,7 +39,7 @@ A kernel also provides the following. A `Request` holds everything known about t
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 from jaxtyping import Array
@@ -177,7 +181,8 @@ class Block:
     """Everything a kernel receives besides q, k and v. `rows` is the batch size, or 1 if all sequences share a mask.
 
     Positions are used by the bias. `tile` is queries × keys, None for the kernel's default. `pattern`, if set,
-    describes the same mask as `start` and `end`. `deterministic` requires bitwise reproducible gradients.
+    describes the same mask as `start` and `end`. `deterministic` requires bitwise reproducible gradients. A `whole` block
+    has all keys of its queries and all queries of its keys.
     """
 
     start: Any  # int32 [rows, queries]
@@ -190,6 +195,15 @@ class Block:
     softcap: float | None = dataclasses.field(default=None, metadata={"static": True})
     tile: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
     deterministic: bool = dataclasses.field(default=False, metadata={"static": True})
+    whole: bool = dataclasses.field(default=False, metadata={"static": True})
+
+
+class Whole(NamedTuple):
+    """The result of a whole block: out, its rounding error, and lse as in `Partial`."""
+
+    out: Array  # [batch, queries, heads, value_dim], in the dtype of the queries
+    lost: Array | None  # likewise
+    lse: Array  # float32 [batch, queries, heads]
 
 
 @runtime_checkable
@@ -204,5 +218,6 @@ class Kernel(Protocol):
     EMULATIONS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]]
     attend: Callable[..., Callable[..., Partial]]
     attend_grad: Callable[..., Callable[..., tuple[Array, Array, Array, Bias | None]]]
+    attend_whole: Callable[..., Callable[..., Whole]] | None
     unsupported: Callable[[Request], str | None]
     default_tile: Callable[[Request], tuple[int, int]]

@@ -32,6 +32,7 @@ AUTOMATIC = True
 FULL_OUT = True
 SUMS_LAST = False
 DIFFERENTIABLE = True
+attend_whole = None
 CPU_TILE = (256, 256)  # queries × keys: 256 KiB of float32 scores, which fit in a core's L2 cache
 ACCELERATOR_TILE = (1024, 1024)  # fewer, larger steps, because each step launches several kernels
 # Fitted to benchmarks/results/gpu_masks_*.json by least squares of relative errors, both passes together; split into

@@ -120,9 +120,31 @@ def logits(config: ModelConfig, weights: Weights, x: Array) -> Array:
 
 
 def losses(config: ModelConfig, weights: Weights, x: Array, targets: Array) -> Array:
-    scores = logits(config, weights, x)
+    return cross_entropy(logits(config, weights, x), targets)
+
+
+@jax.custom_vjp
+def cross_entropy(scores: Array, targets: Array) -> Array:
+    """Return -log softmax(scores) at the targets.
+
+    JAX would add the target's -1 to the gradient by a scatter, in a pass of its own over all scores.
+    """
+    return _cross_entropy_forward(scores, targets)[0]
+
+
+def _cross_entropy_forward(scores: Array, targets: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    total = jax.nn.logsumexp(scores, axis=-1)
     target = jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0]
-    return jax.nn.logsumexp(scores, axis=-1) - target
+    return total - target, (scores, targets, total)
+
+
+def _cross_entropy_backward(residuals: tuple[Array, Array, Array], dlosses: Array) -> tuple[Array, None]:
+    scores, targets, total = residuals
+    hit = lax.broadcasted_iota(targets.dtype, scores.shape, scores.ndim - 1) == targets[..., None]
+    return (jnp.exp(scores - total[..., None]) - hit.astype(scores.dtype)) * dlosses[..., None], None
+
+
+cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def _norm(config: ModelConfig, x: Array, weight: Array) -> Array:

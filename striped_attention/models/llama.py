@@ -8,10 +8,12 @@ layout order, and a shard of every weight. A layer has three steps:
     x = after(x, a)              projection, norm, SwiGLU                a stage
 
 Thanks to the chunks, no array of size slots × ffn or slots × vocabulary is materialised, forward or backward. Layers
-are stacked and scanned. If only some layers have a sliding window, one step of the scan covers a whole period of that
+are stacked and scanned, unless they are unrolled. If only some layers have a sliding window, one step of the scan covers a whole period of that
 pattern, so the mask of every layer is static and kernels can skip hidden tiles. `REMAT` selects what a layer keeps for
 the backward pass, besides its input:
 
+    unrolled    the same as none, with layers compiled one by one: nothing is copied to and from arrays of all layers, and
+                the compiler also keeps normalised inputs and gathered weights. Compiling takes longer
     none        the results of all matrix products and of attention: no product is recomputed
     qkv         attention's result and its inputs
     attention   attention's result
@@ -39,7 +41,7 @@ from striped_attention.models.stages import AXES, stage, stage_sum
 from striped_attention.strategies.ring import SAVED
 from striped_attention.strategies.strategy import AUTO, Strategy
 
-REMAT = ("none", "qkv", "attention", "full")  # from the most memory and the least recomputation to the opposite
+REMAT = ("unrolled", "none", "qkv", "attention", "full")  # from the most memory and the least recomputation to the opposite
 SCORES = 2**28  # logits computed at a time, in float32: 1 GiB, enough to keep a device busy
 
 
@@ -154,7 +156,7 @@ def last_layer(
 ) -> Float[Array, "batch slots dim"]:
     """Return the last layer's output for this device's slots."""
     config = config.at_length(compute.length)
-    keep = PRODUCT if compute.remat == "none" else None
+    keep = PRODUCT if compute.remat in ("unrolled", "none") else None
     run = functools.partial(stage, chunk=compute.chunk, dtype=compute.dtype, keep=keep)
     positions = jnp.broadcast_to(compute.positions(), tokens.shape)
     layer_specs = {name: PartitionSpec(*spec[1:]) for name, spec in specs["layers"].items()}
@@ -183,7 +185,7 @@ def last_layer(
     embed = functools.partial(stage, chunk=tokens.shape[1], dtype=compute.dtype)  # one chunk: its gradient is a table
     x = embed(functools.partial(lookup, config), weights["embedding"], specs["embedding"], (), tokens)
     whole, rest = _periods(weights["layers"], config.layers, config.period)
-    x, _ = lax.scan(period, x, whole)
+    x, _ = lax.scan(period, x, whole, unroll=compute.remat == "unrolled")
     for one in layers[: config.layers % config.period]:
         x = one(x, rest)
     return x
@@ -202,7 +204,7 @@ def _periods(weights: Weights, layers: int, period: int) -> tuple[Weights, Weigh
 
 def _remat(layer: Any, kind: str) -> Any:
     """Set what a layer keeps of its forward pass. Without a checkpoint, attention keeps its inputs as well."""
-    if kind in ("none", "qkv"):
+    if kind in ("unrolled", "none", "qkv"):
         return layer
     names = SAVED if kind == "attention" else ()
     return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names), prevent_cse=False)

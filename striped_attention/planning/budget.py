@@ -19,35 +19,35 @@ LARGE, LEAST = 8192, 1024
 AnyJob = TypeVar("AnyJob", bound=Job)
 
 
-def options(remat: str, chunk: int | None, tokens: int) -> list[tuple[str, int]]:
+def options(remat: str, chunk: int | None, tokens: int, platform: str) -> list[tuple[str, int]]:
     """Return pairs of `remat` and `chunk`, the fastest first, for `tokens` per device.
 
-    A chunk that is too small costs more than recomputing attention's inputs, and less than recomputing attention.
+    Layers are unrolled only on GPUs: there it is known to be faster, and on TPUs it takes far more memory. A chunk that is too small costs more than recomputing attention's inputs, and less than recomputing attention.
     """
-    kinds = REMAT if remat == AUTO else (remat,)
+    kinds = (REMAT if platform == "gpu" else REMAT[1:]) if remat == AUTO else (remat,)
     if chunk is not None:
         return [(kind, chunk) for kind in kinds]
     large = min(LARGE, tokens)
     small = [large // part for part in (2, 4, 8) if large // part >= LEAST]
     found = []
     for kind in kinds:
-        found.append((kind, tokens if kind == "none" else large))  # with none, only the loss is chunked
+        found.append((kind, tokens if kind in ("unrolled", "none") else large))  # with those, only the loss is chunked
         if kind == kinds[-1] or kind == "attention":
             found += [(kind, size) for size in small]
     return found
 
 
-def within(job: AnyJob, mesh: dict[str, int], budget: float) -> AnyJob:
+def within(job: AnyJob, mesh: dict[str, int], budget: float, platform: str) -> AnyJob:
     """Return the job with its fastest options within `budget` bytes per device, or the most frugal ones if none fit."""
     tokens = -(-job.batch // mesh["data"] // job.accumulate) * -(-job.sequence_length // mesh["sequence"])
-    tried = [_with(job, *pair) for pair in options(job.remat, job.chunk, tokens)]
+    tried = [_with(job, *pair) for pair in options(job.remat, job.chunk, tokens, platform)]
     return next((one for one in tried if estimate(one, mesh).total_memory <= budget), tried[-1])
 
 
-def frugal(job: AnyJob, asked: AnyJob, mesh: dict[str, int]) -> AnyJob | None:
+def frugal(job: AnyJob, asked: AnyJob, mesh: dict[str, int], platform: str) -> AnyJob | None:
     """Return `asked` with the fastest options that need less memory than the estimate for `job`; None if none do."""
     needs = estimate(job, mesh).total_memory
-    least = within(asked, mesh, needs - 1.0)
+    least = within(asked, mesh, needs - 1.0, platform)
     return least if estimate(least, mesh).total_memory < needs else None
 
 

@@ -162,7 +162,7 @@ def matrix_work(model: ModelConfig, remat: str) -> float:
     The forward pass is a third of the model FLOPs. Unless products are kept, layers are computed twice; the projections
     of queries, keys and values are computed three times where their outputs are not kept.
     """
-    if remat == "none":
+    if remat in ("unrolled", "none"):
         return 1.0
     layer = {name: size for name, size in _sizes(model).items() if name not in _OUTER}
     first, layers = sum(layer[name] for name in ("query", "key", "value")), sum(layer.values())
@@ -184,6 +184,7 @@ def _memory(
     products = (tokens * (model.dim + 2 * model.ffn) + normed) * width
     kept = {"full": 0, "attention": kept_result, "qkv": kept_result + inputs}
     kept["none"] = kept["qkv"] + products
+    kept["unrolled"] = kept["none"] + (2 * tokens * model.dim + sum(layer.values())) * width
     stages = [
         sum(layer[name] for name in ("query", "key", "value")),
         sum(layer[name] for name in ("output", "gate", "up", "down")),
@@ -192,7 +193,7 @@ def _memory(
     vocabulary = sizes["embedding"] * (2 * width + 3 * FLOAT32)
     chunk = min(config.chunk or tokens, tokens)
     scores = min(loss_chunk(chunk, model.vocabulary), tokens) * model.vocabulary
-    chunk = tokens if config.remat == "none" else chunk
+    chunk = tokens if config.remat in ("unrolled", "none") else chunk
     periods = _memory_of_periods(config, model, sum(layer.values()), shard, width)
     return {
         "weights": shard * FLOAT32,
@@ -215,7 +216,7 @@ def _memory_of_periods(config: Job, model: ModelConfig, layer: int, shard: int, 
     """
     if model.period == 1:
         return 0
-    copies = (1 if config.remat in ("none", "qkv") else 0) + (2 if model.layers % model.period else 0)
+    copies = (1 if config.remat in ("unrolled", "none", "qkv") else 0) + (2 if model.layers % model.period else 0)
     return (model.period - 1) * layer * (width + 2 * FLOAT32) + copies * shard * FLOAT32
 
 
@@ -236,7 +237,7 @@ def _sent(
         "keys and values, forward": parts * forward,
         "keys and values, backward": parts * forward,
         "gradients of keys and values": parts * forward // width * FLOAT32,
-        "weights, gathered twice": 2 * gathered * width,
+        **({"weights, gathered once": gathered * width} if config.remat == "unrolled" else {"weights, gathered twice": 2 * gathered * width}),
         "weights' gradients": gathered * FLOAT32,
     }
 

@@ -138,7 +138,7 @@ def plan(
         devices, among the devices of a node, or a combination. For each, the best layout is kept.
       batch: sequences per step, each sharded over all devices.
       kernel: `auto` takes the fastest kernel that supports the layout.
-      remat: what is kept for the backward pass: none (nothing is recomputed), qkv, attention or full (everything is
+      remat: what is kept for the backward pass: unrolled or none (nothing is recomputed), qkv, attention or full (everything is
         recomputed). `auto` keeps as much as fits.
       memory: fraction of a device's memory that a step may use.
     """
@@ -250,7 +250,7 @@ def _check(devices: int, length: int, mask: Any, batch: int, kernel: str) -> Non
 
 def _choice(setting: Setting, pairs: int, count: TileCount) -> Choice:
     mesh = {"data": 1, "sequence": setting.devices}
-    setting = budget.within(setting, mesh, setting.budget)
+    setting = budget.within(setting, mesh, setting.budget, setting.hardware.platform)
     try:
         attention = assess_attention(setting.workload, count)
     except NotImplementedError as error:

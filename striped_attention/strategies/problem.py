@@ -70,6 +70,10 @@ class Problem:
         """Return the rings that keys travel, the outer one first."""
         return make_rings(self.strategy.inner, self.offsets(mask), self.ring)
 
+    def whole(self, mask: Mask) -> bool:
+        """Whether a device's queries see all their keys, and its keys all their queries, in a single block."""
+        return self.strategy.gather == 1 and all(len(ring.offsets) == 1 for ring in self.rings(mask))
+
     def blocks(self, mask: Mask, bias: Bias | None) -> Callable[..., Block]:
         """Return a function from an offset in each ring to the block of this device's queries with those keys."""
         device = lax.axis_index(self.axis_name)
@@ -99,13 +103,15 @@ class Problem:
         shape = (self.query_layout, self.query_devices, self.padded_length)
         keys, where = self.key_layout, (context.padded_length, self.ring)
         queries = positions + np.int32(context.offset) if context.offset else positions
+        whole = self.whole(mask)
 
         def block(there: Any, own: bool) -> Block:
             start, end = (keys.count_before(there, x, *where) for x in (lo, hi))
             pattern = Pattern(*shape, causal=rule.prefix == 0, window=rule.window, own=own) if known else None
             alike = own and self.strategy.gather == 1 and self.context is None
             places = queries, queries if alike else keys.positions(there, *where)
-            return Block(start, end, *places, bias, pattern, self.scale, self.softcap, self.tile, self.deterministic)
+            how = self.scale, self.softcap, self.tile, self.deterministic, whole
+            return Block(start, end, *places, bias, pattern, *how)
 
         return block
 

@@ -86,7 +86,7 @@ def _exchanged(problem: Problem, *inputs: Any) -> Any:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _ring_attention(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any) -> Any:
-    return _forward(problem, q, k, v, mask, bias, sinks)[0]
+    return _forward(problem, q, k, v, mask, bias, sinks, keep=False)[0]
 
 
 def ring_partial(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any) -> Partial:
@@ -96,19 +96,27 @@ def ring_partial(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any
     return attend(Keys((k, v)))
 
 
-def _forward(problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any) -> tuple[Any, Any]:
-    dtype = accumulator(q.dtype)
-    result = add_sinks(ring_partial(problem, q, k, v, mask, bias), sinks)
+def _forward(
+    problem: Problem, q: Any, k: Any, v: Any, mask: Mask, bias: Any, sinks: Any, keep: bool = True
+) -> tuple[Any, Any]:
+    """Return the result, and what the backward pass needs if `keep`."""
     if problem.lse:
+        result = add_sinks(ring_partial(problem, q, k, v, mask, bias), sinks)
         result = Partial(checkpoint_name(result.out, SAVED[0]), checkpoint_name(result.lse, SAVED[2]))
         return result, (q, k, v, mask, bias, sinks, result.out, None, result.lse)
-    out = checkpoint_name(result.out.astype(q.dtype), SAVED[0])
     # dq and dk are small differences of large terms, one of which is out · dout, so the backward pass needs `out` in
     # full precision. Its rounding error is kept in the inputs' dtype, at half the cost of keeping `out` in float32.
-    lost = None
-    if q.dtype != dtype and problem.kernel.FULL_OUT:
-        lost = checkpoint_name((result.out - out.astype(dtype)).astype(q.dtype), SAVED[1])
-    lse = checkpoint_name(result.lse, SAVED[2])
+    keep = keep and q.dtype != accumulator(q.dtype) and problem.kernel.FULL_OUT
+    if problem.kernel.attend_whole is not None and sinks is None and problem.whole(mask):
+        block = problem.blocks(mask, bias)(*[0] * len(problem.rings(mask)))
+        # Without the barrier, XLA for GPUs may run the kernel twice: once to use its results, once to store them.
+        out, lost, lse = lax.optimization_barrier(problem.kernel.attend_whole(q)(k, v, block, keep))
+    else:
+        full, lse = add_sinks(ring_partial(problem, q, k, v, mask, bias), sinks)
+        out = full.astype(q.dtype)
+        lost = (full - out.astype(full.dtype)).astype(q.dtype) if keep else None
+    lost = None if lost is None else checkpoint_name(lost, SAVED[1])
+    out, lse = checkpoint_name(out, SAVED[0]), checkpoint_name(lse, SAVED[2])
     return out, (q, k, v, mask, bias, sinks, out, lost, lse)
 
 

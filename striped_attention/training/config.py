@@ -143,10 +143,10 @@ class TrainConfig:
     """Dtype of the model's computation. Weights, gradient sums and optimiser state are always float32."""
     memory: float = 0.9
     """Fraction of each device's memory that the run may use. It determines the defaults of --remat and --chunk."""
-    remat: Literal["auto", "none", "qkv", "attention", "full"] = "auto"
+    remat: Literal["auto", "unrolled", "none", "qkv", "attention", "full"] = "auto"
     """What each layer keeps for the backward pass; it recomputes the rest. none keeps every matrix product, qkv keeps
-    attention's output and inputs, attention keeps its output, full keeps nothing. auto keeps as much as fits into
-    --memory."""
+    attention's output and inputs, attention keeps its output, full keeps nothing. unrolled is none without a loop over
+    layers: faster on GPUs, but it takes more memory, and longer to compile. auto keeps as much as fits into --memory."""
     chunk: Whole = None
     """Tokens per device that the feed-forward layers and the loss process at a time. Default: as many as fit into
     --memory."""

@@ -86,7 +86,7 @@ def fitting(program: Program, asked: TrainConfig, room: float, say: Callable[[st
     sizes = {str(axis): size for axis, size in program.mesh.shape.items()}
     while (need := needed(program)) is None or need > room:
         asked = dataclasses.replace(asked, strategy=program.config.strategy)
-        less = budget.frugal(program.config, asked, sizes)
+        less = budget.frugal(program.config, asked, sizes, program.platform)
         if less is None:
             if need is not None:
                 say(

@@ -48,7 +48,7 @@ def settled(
     available = config.memory * hardware.memory if available is None else available
     devices, model = sizes["sequence"], config.model
     if config.strategy != AUTO and len(layouts := config.layouts(devices, documents, platform, kind)) == 1:
-        return budget.within(config.with_layout(*layouts), sizes, available), []
+        return budget.within(config.with_layout(*layouts), sizes, available, hardware.platform), []
     drawn = packed(config.sequence_length, MEDIAN) if documents else causal()
     masks = [(mask & drawn, layers) for mask, layers in config.known_masks()]
     sequences = config.batch // sizes["data"] // config.accumulate
@@ -61,7 +61,7 @@ def settled(
 
     def tried(run: TrainConfig, layout: Layout) -> Planned:
         """The plan of a run with this layout; every layer has its own mask."""
-        run = budget.within(run, sizes, available)
+        run = budget.within(run, sizes, available, hardware.platform)
         planned = dataclasses.replace(plain, layout=layout, strategy=run.make_strategy(devices))
         planned = dataclasses.replace(planned, remat=run.remat, chunk=run.chunk)
         each = [(assess(dataclasses.replace(planned, mask=mask)), layers) for mask, layers in masks]
@@ -87,7 +87,7 @@ def settled(
     if not able and config.strategy == AUTO:
         raise UsageError(f"--strategy auto: no strategy is possible. {' '.join(_together(reasons))}")
     if not able:
-        return budget.within(config, sizes, available), []  # `trainer.choose` rejects it
+        return budget.within(config, sizes, available, hardware.platform), []  # `trainer.choose` rejects it
     best = [plans[0] for plans in able]
     taken = fastest_that_fits(best, lambda plan: plan.seconds, lambda plan: plan.memory, available)
     lines = []

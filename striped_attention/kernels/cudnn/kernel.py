@@ -26,6 +26,7 @@ AUTOMATIC = True
 FULL_OUT = False
 SUMS_LAST = False
 DIFFERENTIABLE = False
+attend_whole = None
 DTYPES = ["bfloat16", "float16"]
 # Fitted to benchmarks/results/gpu_attention_*.json, by least squares of relative errors; a test repeats the fit.
 RATES = {

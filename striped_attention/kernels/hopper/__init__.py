@@ -7,8 +7,6 @@ one_pass   the Pallas kernel for all gradients at once
 parts      building blocks shared by these kernels
 walk       the tiles that a thread block visits, and their order
 emulation  the kernels in Pallas's interpreter, for tests on a CPU
-
-Its speed is not recorded yet, so `kernel="auto"` does not select it: request it by name.
 """
 
 from striped_attention.kernels.hopper.emulation import emulated
@@ -19,6 +17,7 @@ from striped_attention.kernels.hopper.kernel import RATES as RATES
 from striped_attention.kernels.hopper.kernel import SUMS_LAST as SUMS_LAST
 from striped_attention.kernels.hopper.kernel import attend as attend
 from striped_attention.kernels.hopper.kernel import attend_grad as attend_grad
+from striped_attention.kernels.hopper.kernel import attend_whole as attend_whole
 from striped_attention.kernels.hopper.kernel import default_tile as default_tile
 from striped_attention.kernels.hopper.kernel import unsupported as unsupported
 

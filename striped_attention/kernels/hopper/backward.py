@@ -120,11 +120,11 @@ def query_grads(
 
 def key_grads(
     q: Any, k: Any, v: Any, dout: Any, stats: Any, items: Any, bounds: Any, places: Any, slopes: Any, scores: Scores,
-    stages: int, wanted: tuple[str, ...],
+    stages: int, wanted: tuple[str, ...], dtype: Any,
 ) -> Any:  # fmt: skip
     """Return dk [batch, keys, kv heads, dim] and dv [batch, keys, kv heads, value dim], summed over heads of a group.
 
-    `wanted` lists which of them to return: wide heads leave registers for only one at a time.
+    They are rounded to `dtype`. `wanted` lists which of them to return: wide heads leave registers for only one at a time.
     """
     heads, kv_heads, dim = q.shape[2], k.shape[2], k.shape[3]
     value_dim = v.shape[-1]
@@ -194,14 +194,14 @@ def key_grads(
 
             parts.fetch(item, group, stages, copies)
 
-    results = [({"dk": k.shape, "dv": v.shape}[name], jnp.float32) for name in wanted]
+    results = [({"dk": k.shape, "dv": v.shape}[name], dtype) for name in wanted]
     shared = [parts.tiled((2, ROWS, dim), k.dtype), parts.tiled((2, ROWS, value_dim), v.dtype)]
     shared += [
         parts.tiled((stages, ROWS, dim), q.dtype),
         parts.tiled((stages, ROWS, value_dim), q.dtype),
     ]
     shared += [
-        parts.stage(dim, value_dim),
+        parts.stage(dim, value_dim, dtype),
         plgpu.SMEM((stages, 2, ROWS), jnp.float32),
     ]
     shared += [plgpu.SMEM((stages, 2, ROWS), jnp.int32)]

@@ -20,11 +20,12 @@ from striped_attention.kernels.hopper.walk import ROWS, TILE
 
 
 def forward(
-    q: Any, k: Any, v: Any, items: Any, bounds: Any, places: Any, slopes: Any, scores: Scores, tile_k: int
-) -> Any:
-    """Return out [batch, queries, heads, value dim] and the natural lse [batch, heads, queries] of a block.
+    q: Any, k: Any, v: Any, items: Any, bounds: Any, places: Any, slopes: Any, scores: Scores, tile_k: int,
+    dtypes: tuple[Any, ...],
+) -> Any:  # fmt: skip
+    """Return out, as arrays [batch, queries, heads, value dim], and the natural lse [batch, heads, queries].
 
-    `bounds` is [rows, 2, queries], start and end. `places` (positions of queries and of keys) and `slopes` (one per
+    The sum of these arrays is the result: with a second dtype, the second is the rounding error of the first. `bounds` is [rows, 2, queries], start and end. `places` (positions of queries and of keys) and `slopes` (one per
     head) are set only with a bias.
     """
     batch, queries, heads, dim = q.shape
@@ -34,8 +35,9 @@ def forward(
 
     def hopper_forward(*refs: Any) -> None:
         (q_ref, k_ref, v_ref, items_ref, bounds_ref, *bias_refs), rest = refs[: 5 + 3 * biased], refs[5 + 3 * biased :]
-        out_ref, lse_ref, q_smem, k_smem, v_smem, out_smem, lse_smem, bounds_smem, *place_smem = rest[: 8 + 2 * biased]
-        q_ready, k_ready, v_ready, k_used, v_used, turns = rest[8 + 2 * biased :]
+        out_refs, (lse_ref, *rest) = rest[: len(dtypes)], rest[len(dtypes) :]
+        q_smem, k_smem, v_smem, out_smem, lse_smem, bounds_smem, *place_smem = rest[: 6 + 2 * biased]
+        q_ready, k_ready, v_ready, k_used, v_used, turns = rest[6 + 2 * biased :]
         head, group_id = lax.axis_index("heads"), lax.axis_index("wg")
         item = walk.read(items_ref, lax.axis_index("items"))
         mask_row = item.batch if bounds.shape[0] > 1 else 0
@@ -102,9 +104,11 @@ def forward(
             lse_smem.at[own][...] = jnp.where(seen, top / LOG2E + jnp.log(total), -jnp.inf)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(lse_smem.at[own], lse_ref.at[item.batch, head, rows])
-            parts.write(
-                acc * parts.across(1 / total, acc.shape, 0), out_smem.at[own], out_ref.at[item.batch, rows, head]
-            )
+            left = acc * parts.across(1 / total, acc.shape, 0)
+            for out_ref, dtype in zip(out_refs, dtypes, strict=True):
+                part = left.astype(dtype)
+                parts.write(part, out_smem.at[own], out_ref.at[item.batch, rows, head])
+                left = left - part.astype(jnp.float32)
 
         @pl.when(group_id == 2)
         def _() -> None:
@@ -115,11 +119,11 @@ def forward(
             key, value = (k_ref, k_smem, k_ready, k_used), (v_ref, v_smem, v_ready, v_used)
             parts.fetch_keys(item, kv_head, key, value, places)
 
-    results = [((batch, queries, heads, value_dim), jnp.float32), ((batch, heads, queries), jnp.float32)]
+    results = [*(((batch, queries, heads, value_dim), dtype) for dtype in dtypes), ((batch, heads, queries), jnp.float32)]
     shared = [parts.tiled((2, ROWS, dim), q.dtype), parts.tiled((STAGES, tile_k, dim), k.dtype)]
     shared += [
         parts.tiled((STAGES, tile_k, value_dim), v.dtype),
-        parts.stage(dim, value_dim),
+        parts.stage(dim, value_dim, dtypes[0]),
     ]
     shared += [plgpu.SMEM((2, ROWS), jnp.float32), plgpu.SMEM((2, 2, ROWS), jnp.int32)]
     shared += [plgpu.SMEM((2, ROWS), jnp.int32), plgpu.SMEM((STAGES, tile_k), jnp.int32)] if biased else []
@@ -132,4 +136,5 @@ def forward(
         (2, 1),
     ]
     inputs = (q, k, v, items, bounds, *((*places, slopes) if biased else ()))
-    return parts.run(hopper_forward, inputs, results, shared, barriers, heads, items)
+    *out, lse = parts.run(hopper_forward, inputs, results, shared, barriers, heads, items)
+    return out, lse

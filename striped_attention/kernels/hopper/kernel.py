@@ -17,12 +17,12 @@ from jaxtyping import Array, Float
 
 from striped_attention.core.bias import Bias
 from striped_attention.core.partial import Partial
-from striped_attention.kernels.contract import Block, Request
+from striped_attention.kernels.contract import Block, Request, Whole
 from striped_attention.kernels.hopper import walk
 from striped_attention.kernels.hopper.walk import ROWS, TILE
 from striped_attention.kernels.rates import Rate, Rates
 
-AUTOMATIC = False
+AUTOMATIC = True
 FULL_OUT = True
 SUMS_LAST = False
 DIFFERENTIABLE = False
@@ -74,20 +74,42 @@ def _unavailable() -> str | None:
 
 def attend(q: Float[Array, "batch queries heads dim"]) -> Callable[..., Partial]:
     """Forward pass; see `contract.py`."""
+    run = _attend(q)
+
+    def attend(k: Array, v: Array, block: Block) -> Partial:
+        (out,), lse = run(k, v, block, (jnp.float32,))
+        return Partial(out, lse)
+
+    return attend
+
+
+def attend_whole(q: Float[Array, "batch queries heads dim"]) -> Callable[..., Whole]:
+    """Forward pass over all keys at once; see `contract.py`."""
+    run = _attend(q)
+
+    def attend(k: Array, v: Array, block: Block, keep: bool) -> Whole:
+        (out, *lost), lse = run(k, v, block, (q.dtype,) * (1 + keep))
+        return Whole(out, *(lost or [None]), lse)
+
+    return attend
+
+
+def _attend(q: Float[Array, "batch queries heads dim"]) -> Callable[..., tuple[list[Array], Array]]:
     from striped_attention.kernels.hopper import forward
 
     queries = q.shape[1]
     padded = _widen(_whole(q, TILE))
 
-    def run(k: Array, v: Array, block: Block) -> Partial:
+    def run(k: Array, v: Array, block: Block, dtypes: tuple[Any, ...]) -> tuple[list[Array], Array]:
         tile_k = _key_tile(k.shape[-1], v.shape[-1])
         bounds = _bounds(block, padded.shape[1])
         items = walk.by_queries(bounds[:, 0], bounds[:, 1], q.shape[0], (TILE, tile_k))
         keys, values = (_widen(_whole(x, tile_k)) for x in (k, v))
+        places, slopes = _bias(block, padded, keys)
         out, lse = forward.forward(
-            padded, keys, values, items, bounds, *_bias(block, padded, keys), _scores(block), tile_k
+            padded, keys, values, items, bounds, places, slopes, _scores(block), tile_k, dtypes
         )
-        return Partial(out[:, :queries, :, : v.shape[-1]], jnp.swapaxes(lse, 1, 2)[:, :queries])
+        return [x[:, :queries, :, : v.shape[-1]] for x in out], jnp.swapaxes(lse, 1, 2)[:, :queries]
 
     return run
 
@@ -116,15 +138,15 @@ def attend_grad(
         keys, values = (_widen(_whole(x, TILE)) for x in (k, v))
         arrays = (padded, keys, values, grads, stats)
         items = walk.by_keys(*ranges, keys.shape[1], q.shape[0], tile[::-1])
-        dbias = None
+        dbias, dtype = None, k.dtype if block.whole else jnp.float32
         if _one_pass(block, padded, values) and parts.can_add():
-            dq, dk, dv = one_pass.gradients(*arrays, items, bounds, _scores(block))
+            dq, dk, dv = one_pass.gradients(*arrays, items, bounds, _scores(block), dtype)
         else:
             width = padded.shape[-1] + grads.shape[-1]
             rest = (bounds, *_bias(block, padded, keys), _scores(block), 2 if width <= _SHARED else 1)
             dq, *dslopes = backward.query_grads(*arrays, walk.by_queries(*ranges, q.shape[0], tile), *rest)
             wanted = [("dk", "dv")] if width <= _REGISTERS else [("dk",), ("dv",)]
-            dk, dv = (grad for some in wanted for grad in backward.key_grads(*arrays, items, *rest, some))
+            dk, dv = (grad for some in wanted for grad in backward.key_grads(*arrays, items, *rest, some, dtype))
             dbias = None if block.bias is None else Bias(slopes=jnp.sum(dslopes[0], axis=(0, 2)))
         dq, dk, dv = dq[:, :queries, :, : q.shape[-1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]]
         return dq, dk[..., : k.shape[-1]], dv[..., : v.shape[-1]], dbias

@@ -27,10 +27,12 @@ STAGES = 2  # tiles of queries, and of dS, that a thread block buffers
 WIDTH = 128  # head dimension of queries, keys and values
 
 
-def gradients(q: Any, k: Any, v: Any, dout: Any, stats: Any, items: Any, bounds: Any, scores: Scores) -> Any:
+def gradients(
+    q: Any, k: Any, v: Any, dout: Any, stats: Any, items: Any, bounds: Any, scores: Scores, dtype: Any
+) -> Any:
     """Return dq [batch, queries, heads, dim], dk and dv [batch, keys, kv heads, dim], summed over heads of a group.
 
-    `stats` is [batch, heads, 2, queries]: the base-2 lse, and delta, the sum of out · dout.
+    dk and dv are rounded to `dtype`. `stats` is [batch, heads, 2, queries]: the base-2 lse, and delta, the sum of out · dout.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     group, half = heads // kv_heads, WIDTH // 2
@@ -88,8 +90,9 @@ def gradients(q: Any, k: Any, v: Any, dout: Any, stats: Any, items: Any, bounds:
 
             zeros = parts.full((ROWS, WIDTH), 0.0, BOTH)
             dk, dv = parts.visits(item, group, STAGES, step, (zeros, zeros))
+            sums = staged if dtype == jnp.float32 else v_smem  # this warpgroup no longer needs its values
             for grad, ref in ((dk * scores.scale, dk_ref), (dv, dv_ref)):
-                parts.write(grad, staged.at[own], ref.at[item.batch, rows, kv_head])
+                parts.write(grad, sums.at[own], ref.at[item.batch, rows, kv_head])
 
         @pl.when(group_id == 2)
         def _() -> None:
@@ -109,7 +112,7 @@ def gradients(q: Any, k: Any, v: Any, dout: Any, stats: Any, items: Any, bounds:
     shared += [parts.stage(WIDTH, WIDTH)]
     shared += [plgpu.SMEM((STAGES, 2, ROWS), jnp.float32), plgpu.SMEM((STAGES, 2, ROWS), jnp.int32)]
     barriers = [(4, 1), (4, STAGES), (2, STAGES), (2, 1)]
-    results = [(k.shape, jnp.float32), (v.shape, jnp.float32)]
+    results = [(k.shape, dtype), (v.shape, dtype)]
     dq = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     inputs = (q, k, v, dout, stats, items, bounds)
     dq, dk, dv = parts.run_adding(hopper_gradients, inputs, dq, results, shared, barriers, kv_heads, items)

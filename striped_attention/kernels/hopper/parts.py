@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jaxtyping import Array
 
 from striped_attention.kernels.hopper import walk
@@ -99,9 +101,24 @@ def run_adding(kernel: Any, inputs: Any, total: Any, results: Any, *more: Any) -
     run_together = functools.partial(run, together=True)
     if emulating:
         return run_together(kernel, inputs, [(total.shape, total.dtype), *results], *more)
-    ref = jax.new_ref(jnp.zeros(total.shape, total.dtype))
+    ref = jax.new_ref(_zeros_after.bind(inputs[0], shape=total.shape, dtype=total.dtype))
     found = run_together(kernel, (*inputs, ref), results, *more)
     return [varying_like(inputs[0], jax.freeze(ref)), *found]
+
+
+def _zeros(x: Array, *, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Return zeros that XLA can only make once `x` is known.
+
+    Plain zeros are a constant: in a model without loops, XLA would make those of all layers when the program starts.
+    """
+    zero = jnp.where(jnp.isinf(x[(0,) * x.ndim]), jnp.nan, 0.0)  # infinite inputs give NaN anyway
+    return jnp.broadcast_to(zero.astype(dtype), shape)
+
+
+# A primitive, because its result must not vary over mesh axes for shard_map, as `x` does: kernels accept no such refs.
+_zeros_after = Primitive("attention_zeros_after")
+_zeros_after.def_abstract_eval(lambda _, *, shape, dtype: jax.core.ShapedArray(shape, dtype))
+mlir.register_lowering(_zeros_after, mlir.lower_fun(_zeros, multiple_results=False))
 
 
 def start_sum(ref: Any, columns: int) -> None:
@@ -193,11 +210,11 @@ def fetch_keys(item: Walk, kv_head: Any, key: Any, value: Any, places: Any) -> N
 
 
 def write(x: Array, staged: Any, ref: Any) -> None:
-    """Write registers to global memory as float32, as many columns at a time as the stage holds."""
+    """Write registers to global memory in the dtype of the stage, as many columns at a time as it holds."""
     columns = staged.shape[1]
     for first in range(0, x.shape[1], columns):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the stage is free
-        staged[...] = x[:, first : first + columns]
+        staged[...] = x[:, first : first + columns].astype(staged.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(staged, ref.at[:, pl.ds(first, columns)])
     plgpu.wait_smem_to_gmem(0)
@@ -209,9 +226,10 @@ def tiled(shape: tuple[int, ...], dtype: Any) -> Any:
     return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128)))
 
 
-def stage(dim: int, value_dim: int) -> Any:
+def stage(dim: int, value_dim: int, dtype: Any = jnp.float32) -> Any:
     """Return the staging buffers for `write` in shared memory, one per warpgroup."""
-    return tiled((2, ROWS, 64 if max(dim, value_dim) <= 128 else 32), jnp.float32)
+    wide = dtype == jnp.float32 and max(dim, value_dim) > 128
+    return tiled((2, ROWS, 32 if wide else 64), dtype)
 
 
 def slot(step: Any, stages: int = STAGES) -> Any:

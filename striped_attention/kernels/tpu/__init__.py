@@ -14,6 +14,7 @@ from striped_attention.kernels.tpu.kernel import RATES as RATES
 from striped_attention.kernels.tpu.kernel import SUMS_LAST as SUMS_LAST
 from striped_attention.kernels.tpu.kernel import attend as attend
 from striped_attention.kernels.tpu.kernel import attend_grad as attend_grad
+from striped_attention.kernels.tpu.kernel import attend_whole as attend_whole
 from striped_attention.kernels.tpu.kernel import default_tile as default_tile
 from striped_attention.kernels.tpu.kernel import unsupported as unsupported
 

@@ -26,6 +26,7 @@ AUTOMATIC = True
 FULL_OUT = True
 SUMS_LAST = True
 DIFFERENTIABLE = False
+attend_whole = None
 _DTYPES = ("bfloat16", "float32")
 LANES = 128  # sides of tiles must be multiples of this
 _LIST = 250_000  # tiles whose list fits in a TPU's scalar memory, 1 MiB
