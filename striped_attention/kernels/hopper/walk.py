@@ -13,6 +13,7 @@ by their number of tiles, longest first, so that no long item starts last.
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Int
 
 from striped_attention.kernels.tiles import Spans, tile_spans
@@ -20,6 +21,7 @@ from striped_attention.kernels.tiles import Spans, tile_spans
 ROWS = 64  # rows per warpgroup
 TILE = 2 * ROWS  # rows per thread block
 FIELDS = 8  # integers per item
+SPACING = 256  # of the bounds that a search compares with first
 
 
 class Walk(NamedTuple):
@@ -67,16 +69,28 @@ def by_keys(start: Array, end: Array, keys: int, batch: int, tile: tuple[int, in
     """
     queries, (tile_q, tile_k) = start.shape[1], tile
     begin = jnp.arange(0, keys, tile_k, dtype=jnp.int32)
-    # Comparing with all bounds avoids a binary search, which would be loops of tiny kernels.
-    before = lambda bounds, key: jnp.sum(bounds[:, None] < key[:, None], axis=-1, dtype=jnp.int32)  # noqa: E731
-    most, least = before(start, begin + tile_k), before(end, begin + 1)  # queries [least, most) may see some keys
-    all_most, all_least = before(start, begin + 1), before(end, begin + tile_k)  # [all_least, all_most) see all keys
+    counts = _count_before(jnp.concatenate([start, end]), jnp.concatenate([begin + 1, begin + tile_k]))
+    (all_most, most), (least, all_least) = (jnp.split(half, 2, axis=1) for half in jnp.split(counts, 2))
+    # Queries [least, most) may see some keys of a tile; [all_least, all_most) see all of them.
     first, last = least // tile_q, -(-most // tile_q)
     last = jnp.where(least < most, last, first)
     inner_first = jnp.clip(-(-all_least // tile_q), first, last)
     # A tile that extends past the last query is masked.
     inner_last = jnp.clip(jnp.minimum(all_most, queries) // tile_q, inner_first, last)
     return _items(Spans(first, inner_first, inner_last, last), batch)
+
+
+def _count_before(bounds: Int[Array, "rows queries"], keys: Int[Array, " keys"]) -> Int[Array, "rows keys"]:
+    """Return how many of each row's sorted bounds are smaller than each key.
+
+    Two comparisons, with every 256th bound and with those up to the next: a binary search would be a loop of tiny
+    kernels, and comparing with all bounds takes longer than short documents leave for it.
+    """
+    padding = ((0, 0), (0, -bounds.shape[1] % SPACING))
+    groups = jnp.pad(bounds, padding, constant_values=np.iinfo(np.int32).max).reshape(len(bounds), -1, SPACING)
+    smaller = lambda some: jnp.sum(some < keys[:, None], axis=-1, dtype=jnp.int32)  # noqa: E731
+    group = jnp.maximum(smaller(groups[:, None, :, 0]) - 1, 0)
+    return group * SPACING + smaller(jnp.take_along_axis(groups, group[:, :, None], axis=1))
 
 
 def _items(spans: Spans, batch: int) -> Int[Array, " numbers"]:
