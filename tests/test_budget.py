@@ -25,17 +25,18 @@ MESH = {"data": 1, "sequence": 8}
 
 
 def test_options_go_from_the_fastest_to_the_most_frugal():
-    found = budget.options("auto", None, 32_768)
-    assert found[0] == ("none", 32_768)
+    found = budget.options("auto", None, 32_768, "gpu")
+    assert found[:2] == [("unrolled", 32_768), ("none", 32_768)]
     assert found[-1] == ("full", 1024)
     assert sorted(dict(found), key=REMAT.index) == list(dict(found)), "kinds that keep more come first"
     assert ("attention", 1024) in found
     assert ("qkv", 1024) not in found, "small chunks cost more than recomputing the inputs of attention"
-    assert budget.options("full", None, 20_000) == [("full", size) for size in (8192, 4096, 2048, 1024)]
-    assert budget.options("qkv", None, 3000) == [("qkv", 3000), ("qkv", 1500)]
-    assert budget.options("auto", 512, 20_000) == [(kind, 512) for kind in REMAT]
-    assert budget.options("attention", 512, 20_000) == [("attention", 512)]
-    assert budget.options("auto", None, 100) == [(kind, 100) for kind in REMAT]
+    assert budget.options("full", None, 20_000, "gpu") == [("full", size) for size in (8192, 4096, 2048, 1024)]
+    assert budget.options("qkv", None, 3000, "gpu") == [("qkv", 3000), ("qkv", 1500)]
+    assert budget.options("auto", 512, 20_000, "gpu") == [(kind, 512) for kind in REMAT]
+    assert budget.options("attention", 512, 20_000, "gpu") == [("attention", 512)]
+    for platform in ("cpu", "tpu"):
+        assert budget.options("auto", None, 100, platform) == [(kind, 100) for kind in REMAT if kind != "unrolled"]
 
 
 def test_what_needs_less_work_needs_more_memory():
@@ -50,8 +51,8 @@ def test_what_needs_less_work_needs_more_memory():
 
 @pytest.mark.parametrize("gigabytes", [1, 12, 20, 40, 60, 200])
 def test_the_first_option_that_fits_is_taken(gigabytes):
-    found = budget.within(RUN, MESH, gigabytes * 1e9)
-    pairs = budget.options("auto", None, 32_768)
+    found = budget.within(RUN, MESH, gigabytes * 1e9, "gpu")
+    pairs = budget.options("auto", None, 32_768, "gpu")
     needs = {
         pair: estimate(dataclasses.replace(RUN, remat=pair[0], chunk=pair[1]), MESH).total_memory for pair in pairs
     }
@@ -63,13 +64,13 @@ def test_a_roomy_gpu_keeps_everything_and_a_small_one_is_frugal():
     one = TrainConfig(preset="1b", sequence_length=32_768, strategy="ring")
     on = lambda run, kind, mesh: settle(run, mesh, False, "gpu", kind)  # noqa: E731
     roomy = on(one, "NVIDIA H200", {"data": 1, "sequence": 1})
-    assert (roomy.remat, roomy.chunk) == ("none", 32_768)
+    assert (roomy.remat, roomy.chunk) == ("unrolled", 32_768)
     long = dataclasses.replace(one, preset="7b", sequence_length=524_288)
     tight = on(long, "NVIDIA H100", MESH)
     assert tight.remat in ("attention", "full")
     assert estimate(tight, MESH).total_memory <= 0.9 * HARDWARE["h100"].memory
     half = settle(dataclasses.replace(one, memory=0.2), {"data": 1, "sequence": 1}, False, "gpu", "NVIDIA H200")
-    assert half.remat != "none"
+    assert half.remat not in ("unrolled", "none")
     assert settle(roomy, {"data": 1, "sequence": 1}, False, "gpu", "NVIDIA A100") == roomy, "explicit settings are kept"
 
 

@@ -260,7 +260,7 @@ def test_a_platform_that_nobody_knows_gets_plain_jax():
 def test_a_warning_that_is_an_error_comes_again():
     shape = jax.ShapeDtypeStruct((1, 64, 2, 64), jnp.bfloat16)
     where = dict(mask=sa.causal(), layout=sa.striped(), devices=3, platform="gpu", softcap=1.75)
-    request = make_request(shape, shape, **where)
+    request = make_request(shape, shape, **where, device_kind="NVIDIA A100")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(2):

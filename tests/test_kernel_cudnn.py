@@ -168,7 +168,7 @@ def test_padding_is_never_seen(layout):
 
 
 Q, K = (jax.ShapeDtypeStruct((1, 64, heads, 128), jnp.bfloat16) for heads in (8, 2))
-CAN = dict(mask=sa.causal(), layout=sa.striped(), devices=4, platform="gpu", here=False)
+CAN = dict(mask=sa.causal(), layout=sa.striped(), devices=4, platform="gpu", device_kind="NVIDIA A100", here=False)
 CANNOT = {
     "not documents": dict(mask=sa.documents(np.zeros((1, 256), np.int32))),
     ", a prefix, a window": dict(mask=sa.prefix(3)),
@@ -243,15 +243,17 @@ def test_training_deals_single_tokens_to_cudnn(monkeypatch):
     config = TrainConfig(sequence_length=8192, strategy="ring")
     assert config.make_layout(4, documents=False, platform="cpu") == sa.striped(256)
     monkeypatch.setattr(binding, "EMULATED", True)
-    assert config.make_layout(4, documents=False, platform="gpu") == sa.striped(1)
-    assert config.make_layout(4, documents=True, platform="gpu") == sa.striped(512), "a quarter of a device's tokens"
+    assert config.make_layout(4, documents=False, platform="gpu", kind="NVIDIA A100") == sa.striped(1)
+    packed = dict(documents=True, platform="gpu")
+    assert config.make_layout(4, **packed, kind="NVIDIA A100") == sa.striped(512), "a quarter of a device's tokens"
+    assert config.make_layout(4, **packed, kind="NVIDIA H200") == sa.striped(128)
     assert dataclasses.replace(config, kernel="xla").make_layout(2, False, "gpu") == sa.striped(1024)
     assert dataclasses.replace(config, kernel="xla", tile=64).make_layout(4, False, "gpu") == sa.striped(64)
     assert dataclasses.replace(config, kernel="cudnn").make_layout(4, documents=True) == sa.striped(1), "in a dry run"
     sizes = {"data": 1, "sequence": 4}
-    assert trainer.choose(config, sizes, False, "gpu") == "cudnn"
+    assert trainer.choose(config, sizes, False, "gpu", "NVIDIA A100") == "cudnn"
     with pytest.warns(sa.SlowKernelWarning, match="not documents"):
-        assert trainer.choose(config, sizes, True, "gpu") == "xla"
+        assert trainer.choose(config, sizes, True, "gpu", "NVIDIA A100") == "xla"
     with pytest.raises(UsageError, match="not documents"):
         trainer.choose(dataclasses.replace(config, kernel="cudnn"), sizes, True, "gpu")
 

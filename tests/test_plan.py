@@ -13,7 +13,7 @@ import pytest
 import striped_attention as sa
 from striped_attention.core.layout import parse_layout
 from striped_attention.core.mask import packed
-from striped_attention.kernels import cudnn, xla
+from striped_attention.kernels import cudnn, hopper, xla
 from striped_attention.models.config import PRESETS, ModelConfig
 from striped_attention.options import parse_mask
 from striped_attention.planning.cost import matrix_flops
@@ -21,7 +21,8 @@ from striped_attention.planning.plan import MATRIX_EFFICIENCY, MEASURED_REMAT, M
 from striped_attention.planning.work import count_tile_rows, count_tiles
 from striped_attention.runtime.hardware import HARDWARE
 from striped_attention.strategies.hops import needed_hops
-from striped_attention.strategies.timeline import Pass
+from striped_attention.strategies.strategy import parse_strategy
+from striped_attention.strategies.timeline import Pass, tile_flops
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 LAYOUTS = {
@@ -125,6 +126,44 @@ def test_the_rates_of_cudnn_are_those_measured(kind):
     assert rate.seconds == pytest.approx(step, rel=0.02)
 
 
+def _single_steps():
+    """Return each strategy that was measured with the kernel `hopper`, with its plan; all run in a single step."""
+    files = sorted(RESULTS.glob("gpu_strategies_*.json"))
+    for row in (row for file in files for row in json.loads(file.read_text())["summary"]):
+        if row["kernel"] == "hopper":
+            strategy, layout = parse_strategy(row["strategy"]), parse_layout(row["layout"])
+            job = dict(model=_shape(row["heads"]), mask=parse_mask(row["mask"], row["length"]), kernel="hopper")
+            how = dict(hardware=H200, layouts=[layout], strategies=[strategy])
+            found = sa.plan(row["members"], row["length"], **job, **how).strategies
+            yield row, next(choice for choice in found if choice.strategy == strategy)
+
+
+def test_strategies_on_gpus_take_as_long_as_planned():
+    for row, choice in _single_steps():
+        assert choice.forward_seconds == pytest.approx(row["forward"], rel=0.05), row["mask"]
+        assert choice.backward_seconds == pytest.approx(row["both"] - row["forward"], rel=0.05), row["mask"]
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_the_rates_of_hopper_are_those_measured(kind):
+    """A negative constant is left out."""
+    terms, seconds = [], []
+    for row, choice in _single_steps():
+        flops = choice.tiles.sum(axis=1).max() * tile_flops(choice.workload, choice.chosen.tile)
+        factor = {"forward": 1.0, "backward": 2.5}[kind] / H200.peak
+        terms.append([flops * factor, choice.workload.messages.queries / H200.bandwidth, 1.0])
+        seconds.append(row["forward"] if kind == "forward" else row["both"] - row["forward"])
+    relative = np.array(terms) / np.array(seconds)[:, None]
+    assert len(relative) >= 5
+    fitted, *_ = np.linalg.lstsq(relative, np.ones(len(relative)))
+    if fitted[2] < 0:
+        fitted = [*np.linalg.lstsq(relative[:, :2], np.ones(len(relative)))[0], 0.0]
+    rate = getattr(hopper.RATES["gpu"], kind)
+    assert rate.efficiency == pytest.approx(1 / fitted[0], rel=0.005)
+    assert rate.query_bytes == pytest.approx(fitted[1], rel=0.02)
+    assert rate.seconds == pytest.approx(fitted[2], rel=0.02)
+
+
 def _mask_rows():
     """Return every ring of the `xla` kernel whose critical path was measured on a GPU."""
     files = sorted(RESULTS.glob("gpu_masks_*.json"))
@@ -170,10 +209,9 @@ def _steps():
 def test_training_steps_on_gpus_take_as_long_as_planned():
     for row in _steps():
         layout = LAYOUTS[row["layout"]]
-        job = dict(model=row["preset"], layouts=[layout], remat=MEASURED_REMAT)
+        job = dict(model=row["preset"], layouts=[layout], remat=MEASURED_REMAT, kernel="cudnn")
         found = sa.plan(row["members"], row["length"], hardware=H200, **job)
         (choice,) = (choice for choice in found.choices if choice.layout == layout)
-        assert choice.kernel == "cudnn"
         assert choice.step_seconds == pytest.approx(row["seconds"], rel=0.06), (row["preset"], row["length"])
         assert choice.mfu * choice.step_seconds == pytest.approx(row["mfu"] * row["seconds"], rel=0.001)
 
@@ -239,9 +277,11 @@ def test_a_causal_plan_finds_the_known_speedup():
 
 
 def test_packed_documents_want_stripes_as_wide_as_a_tile():
-    found = sa.plan(8, 65_536, mask=packed(65_536), hardware="h100", model="1b")
-    assert found.best.layout == sa.striped(1024) == sa.striped(found.best.chosen.tile[0])
-    assert all(choice.exact and choice.kernel == "xla" for choice in found.choices)
+    for hardware, kernel, stripes in (("a100", "xla", {1024}), ("h100", "hopper", {128, 256})):
+        found = sa.plan(8, 65_536, mask=packed(65_536), hardware=hardware, model="1b")
+        assert found.best.layout.stripe in stripes
+        assert found.best.chosen.tile[0] == min(stripes)
+        assert all(choice.exact and choice.kernel == kernel for choice in found.choices)
     tpu = sa.plan(8, 65_536, mask=packed(65_536), hardware="v5p", model="1b")
     assert "assumed" in tpu.best.chosen.rates.known
 
@@ -315,7 +355,7 @@ def _mean(choice, which):
 def test_gathering_weights_takes_time_where_arithmetic_is_short():
     slow = dataclasses.replace(HARDWARE["h100"], interconnect=1e9)
     quick, waits = (sa.plan(8, 4096, model="7b", hardware=hardware, layouts=[]).best for hardware in ("h100", slow))
-    weights = 7 / 8 * (waits.setting.model.parameters) * (2 * 2 + 4)  # twice in bf16, and their gradients in float32
+    weights = 7 / 8 * (waits.setting.model.parameters) * (2 + 4)  # in bf16, and their gradients in float32
     assert waits.step_seconds - 32 * waits.attention_seconds == pytest.approx(weights / 1e9, rel=0.01)
     assert quick.step_seconds - 32 * quick.attention_seconds < weights / 1e9 / 10
 

@@ -143,13 +143,13 @@ def magi(devices, mask, kernel):
 @pytest.mark.parametrize(("devices", "published"), [
     (8, {"gather": 288, "heads": 278, "ring": 89}), (64, {"gather": 180, "heads": 163, "ring": 28}),
 ])  # fmt: skip
-def test_packed_charts_have_the_order_of_plans_for_a_kernel_that_takes_every_strategy(devices, published):
+def test_packed_charts_have_the_order_of_plans(devices, published):
     """Forward plans have the published order (TFLOP/s); rings are slower by 0.6 to 1.5 times the published ratio."""
-    seconds = {name: choice.forward_seconds for name, choice in magi(devices, "packed", "hopper").items()}
+    seconds = {name: choice.forward_seconds for name, choice in magi(devices, "packed", "auto").items()}
     assert sorted(seconds, key=seconds.__getitem__) == list(published)
     ratio = published["gather"] / published["ring"]
     assert 0.6 < seconds["ring"] / seconds["gather"] / ratio < 1.5
-    with_xla = {name: choice.forward_seconds for name, choice in magi(devices, "packed", "auto").items()}
+    with_xla = {name: choice.forward_seconds for name, choice in magi(devices, "packed", "xla").items()}
     assert sorted(with_xla, key=with_xla.__getitem__) == ["heads", "gather", "ring"], "differs from the published order"
     assert with_xla["gather"] < 1.1 * with_xla["heads"]
 
@@ -158,13 +158,11 @@ def test_packed_charts_have_the_order_of_plans_for_a_kernel_that_takes_every_str
     (8, {"heads": 582, "gather": 516, "ring": 432}), (64, {"heads": 585, "gather": 522, "ring": 456}),
 ])  # fmt: skip
 def test_causal_charts_with_gathered_keys(devices, published):
-    """Backward plans have heads first, as published (TFLOP/s).
-
-    With `auto`, gather is last instead of second, because cuDNN takes no gathered keys.
-    """
-    backward = {name: choice.backward_seconds for name, choice in magi(devices, "causal", "auto").items()}
-    assert min(backward, key=backward.__getitem__) == max(published, key=published.__getitem__) == "heads"
-    assert max(backward, key=backward.__getitem__) == "gather", "published as second"
+    """Backward plans have the published order (TFLOP/s)."""
+    plans = magi(devices, "causal", "auto")
+    assert {name: choice.kernel for name, choice in plans.items()} == dict(heads="cudnn", gather="hopper", ring="cudnn")
+    backward = {name: choice.backward_seconds for name, choice in plans.items()}
+    assert sorted(backward, key=backward.__getitem__) == list(published)
     fused = {name: choice.backward_seconds for name, choice in magi(devices, "causal", "hopper").items()}
     assert max(fused, key=fused.__getitem__) == min(published, key=published.__getitem__) == "ring"
     assert fused["heads"] == pytest.approx(fused["gather"], rel=0.03), "published: 1.13 times as long"
@@ -202,7 +200,7 @@ def test_the_fastest_strategy_must_fit():
     nothing = sa.plan(8, 65_536, hardware=small)
     assert nothing.fastest is nothing.best
     asked = sa.plan(8, 65_536, strategies=["gather"]).strategies
-    assert [str(choice.strategy) for choice in asked] == ["ring", "gather=8"]
+    assert [str(choice.strategy) for choice in asked] == ["gather=8", "ring"]
     with pytest.raises(ValueError, match="must divide the 8 devices"):
         sa.plan(8, 65_536, strategies=[sa.strategy(heads=3)])
 
@@ -211,11 +209,11 @@ def test_the_command_compares_strategies(capsys):
     assert cli.main(["plan", "--devices", "64", "--length", "1M", "--mask", "documents"]) == 0
     text = capsys.readouterr().out
     assert "strategy" in text
-    assert "Best: --strategy heads=32 with striped(" in text
+    assert "Best: --strategy heads=8 with striped(" in text
     assert cli.main(["plan", "--devices", "8", "--length", "64k", "--strategies", "gather", "heads=2,gather=2"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in ("gather=8", "heads=2,gather=2"))
-    assert "Best: --strategy ring with " in text
+    assert "Best: --strategy gather=8 with " in text
 
 
 @pytest.mark.parametrize(
@@ -236,7 +234,7 @@ def test_what_is_no_strategy(text):
 def test_a_plan_for_the_kernel_hopper():
     found = sa.plan(8, 65_536, hardware="h200", kernel="hopper", mask=packed(65_536))
     assert {choice.kernel for choice in (*found.choices, *found.strategies)} == {"hopper"}
-    assert found.best.chosen.rates.known == "assumed, not measured"
+    assert found.best.chosen.rates.known == "measured on an H200"
 
 
 def test_a_job_fits_if_some_strategy_does():

@@ -12,6 +12,7 @@ from striped_attention.errors import UsageError
 from striped_attention.kernels.cudnn import binding
 from striped_attention.models.config import PRESETS
 from striped_attention.planning.cost import estimate
+from striped_attention.strategies.choice import CLOSE
 from striped_attention.strategies.strategy import candidates
 from striped_attention.training import settle as settle_module
 from striped_attention.training import trainer
@@ -32,7 +33,8 @@ def test_what_auto_takes(monkeypatch):
     assert settled(RUN, 8, documents=True) == "heads=8"
     assert settled(RUN, 1, documents=True, kind="cpu", platform="cpu") == "ring"
     # Rings of groups would have stripes of several tokens, which cuDNN does not support.
-    assert settled(dataclasses.replace(RUN, layout="striped"), 16, documents=False) in ("ring", "heads=16")
+    striped = dataclasses.replace(RUN, layout="striped", kernel="cudnn")
+    assert settled(striped, 16, documents=False) in ("ring", "heads=16")
     named = dataclasses.replace(RUN, strategy="gather")
     assert settled(named, 8, documents=False) == "gather"
 
@@ -76,11 +78,11 @@ def test_the_line_has_the_seconds_of_the_plan():
     assert re.fullmatch(LINE, line)
     assert line.startswith("--strategy auto takes heads=8: ")
     said = [float(seconds) for seconds in re.findall(r"([0-9.]+) s", line)]
-    assert said == sorted(said)
+    assert said[0] <= (1 + CLOSE) * said[1]
     assert layouts.startswith(
         f"--layout auto takes contiguous(); planned time per step: contiguous() {said[0]:.3g} s, "
     )
-    assert {"zigzag()", "striped(128)"} <= set(layouts.split())
+    assert {"zigzag()", "striped(16)"} <= set(layouts.split())
     twice, (line, _) = settled_with_reasons(dataclasses.replace(run, batch=2, accumulate=2), 8)
     assert twice.strategy == "heads=8"
     assert float(re.findall(r"([0-9.]+) s", line)[0]) == pytest.approx(2 * said[0], rel=0.01), "both micro-batches"
@@ -94,7 +96,8 @@ def test_the_layout_follows_the_mask_and_the_strategy(monkeypatch):
     settle_it = lambda run, documents: settle(run, {"data": 1, "sequence": 8}, documents, "gpu", "NVIDIA H200")  # noqa: E731
     layout = lambda run, documents: settle_it(run, documents).make_layout(8, documents, "gpu")  # noqa: E731
     assert layout(long, False) == sa.zigzag()
-    assert layout(long, True) == sa.striped(1024)
+    assert layout(long, True) == sa.striped(128)
+    assert layout(dataclasses.replace(long, kernel="xla"), True) == sa.striped(1024)
     assert layout(dataclasses.replace(long, strategy="heads"), True) == sa.contiguous()
     assert layout(dataclasses.replace(long, stripe=64), True) == sa.striped(64)
     assert layout(dataclasses.replace(long, layout="contiguous"), True) == sa.contiguous()
@@ -186,13 +189,13 @@ def test_dry_runs_count_what_a_strategy_sends(capsys):
 
 
 def test_auto_plans_for_the_dtype_and_the_kernels_of_the_run(monkeypatch, caplog):
-    """cuDNN supports neither float32 nor deterministic runs, so their steps take longer."""
+    """Only `xla` supports float32, and on an A100 only `xla` is deterministic, so such steps take longer."""
     monkeypatch.setattr(binding, "EMULATED", True)
-    seconds = []
-    for options in ({}, {"deterministic": True}, {"dtype": "float32"}):
+    seconds, h200 = [], "NVIDIA H200"
+    for options, kind in (({}, h200), ({"dtype": "float32"}, h200), ({"deterministic": True}, "NVIDIA A100")):
         caplog.clear()
         with caplog.at_level("INFO", "striped_attention"):
-            settled(dataclasses.replace(RUN, **options), 8, documents=False)
+            settled(dataclasses.replace(RUN, **options), 8, documents=False, kind=kind)
         seconds.append(float(caplog.text.split("heads=8 ")[-1].split(" s")[0]))
     assert min(seconds[1:]) > 2 * seconds[0]
 
@@ -251,7 +254,7 @@ def test_auto_adds_up_the_layers_of_both_kinds(caplog):
     both, window, full = found
     for name in both.keys() & window.keys() & full.keys():
         assert both[name] == pytest.approx((3 * window[name] + full[name]) / 4, rel=0.01), name
-    assert full["ring"] > 1.1 * window["ring"]
+    assert full["ring"] > window["ring"]
 
 
 @pytest.mark.filterwarnings("ignore::striped_attention.SlowKernelWarning")

@@ -39,7 +39,7 @@ def asked(devices, tokens, *, layout=None, mask=None, heads=(32, 8), kind="NVIDI
     [
         (asked(1, 65_536), RING),
         (asked(8, 8192), sa.strategy(heads=8)),
-        (asked(16, 4096, heads=(16, 16)), sa.strategy(heads=16)),
+        (asked(16, 4096, heads=(16, 16)), sa.strategy(heads=8)),
         (asked(16, 8192, layout=sa.zigzag()), sa.strategy(heads=8)),
         (asked(64, 16_384, layout=sa.contiguous(), mask=sa.sliding_window(4096)), RING),
         (asked(8, 65_536, heads=(1, 1)), RING),
@@ -113,9 +113,9 @@ def test_gathered_shards_enter_a_node_once_by_all_of_its_interfaces():
 
 
 def test_weights_are_gathered_by_all_interfaces_of_a_node():
-    """With few tokens on 64 devices, gathering weights dominates a step: bf16 weights twice, and float32 gradients."""
+    """With few tokens on 64 devices, gathering weights dominates a step: bf16 weights and float32 gradients."""
     found = sa.plan(64, 65_536, layouts=[], strategies=["ring"]).best
-    weights = 63 / 64 * 8 * found.setting.model.parameters
+    weights = 63 / 64 * 6 * found.setting.model.parameters
     layers = found.setting.model.layers * found.attention_seconds
     assert found.step_seconds - layers == pytest.approx(weights / (8 * HARDWARE["h100"].far_interconnect), rel=0.01)
 

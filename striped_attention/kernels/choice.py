@@ -18,6 +18,7 @@ from striped_attention.runtime.hardware import hardware_of
 
 # Every module implements `Kernel`.
 KERNELS: dict[str, Any] = {"cudnn": cudnn, "hopper": hopper, "pallas_tpu": tpu, "xla": xla}
+SLOW = 1.5  # a kernel is slow if another would take less than 1 / SLOW of its time
 _warned: set[str] = set()
 
 
@@ -41,7 +42,7 @@ def check_name(name: str) -> None:
 def choose(name: str, request: Request) -> Choice:
     """Return the kernel to use: for "auto", the fastest that supports the request. Raise if a named kernel does not.
 
-    What "auto" selects, and why, is logged at level INFO. If the device has a faster kernel that does not support this
+    What "auto" selects, and why, is logged at level INFO. If the device has a much faster kernel that does not support this
     request, a `SlowKernelWarning` is issued, once for each reason.
     """
     found = fastest(name, request)
@@ -146,14 +147,14 @@ def _choice(name: str, request: Request) -> Choice:
 
 
 def _warn_if_slow(choice: Choice, request: Request, refusals: dict[str, str | None]) -> None:
-    """Warn if this platform has a kernel that is faster by its measured rates but does not support the request."""
+    """Warn if this platform has a much faster kernel, by its measured rates, that does not support the request."""
     hardware = hardware_of(request.platform, request.device_kind)
     faster = {
         name: reason
         for name, reason in refusals.items()
         if reason is not None
         and (rates := _rates(name, request.platform)) is not None
-        and rates.seconds(request, hardware) < choice.seconds
+        and SLOW * rates.seconds(request, hardware) < choice.seconds
     }
     reasons = " ".join(f"{name!r}: {reason}" for name, reason in faster.items())
     message = (

@@ -132,14 +132,14 @@ def plan(
       devices_per_node: number of consecutive devices, in a node or pod, that share the fast interconnect. Default: the
         hardware's `group`, 8 for GPUs.
       model: a name in `striped_attention.models.config.PRESETS`, or a `ModelConfig` of your own.
-      layouts: layouts to compare; contiguous is always included. Default: stripes of 1, 256 and 1024 tokens, and
-        zigzag, where the kernel supports them.
+      layouts: layouts to compare; contiguous is always included. Default: stripes of 1, 256 and 1024 tokens and
+        of about the kernel's tile, and zigzag, where the kernel supports them.
       strategies: strategies to compare with a ring, as in `attention`. Default: heads split or keys gathered among all
         devices, among the devices of a node, or a combination. For each, the best layout is kept.
       batch: sequences per step, each sharded over all devices.
       kernel: `auto` takes the fastest kernel that supports the layout.
-      remat: what is kept for the backward pass: unrolled or none (nothing is recomputed), qkv, attention or full (everything is
-        recomputed). `auto` keeps as much as fits.
+      remat: what is kept for the backward pass: unrolled or none (nothing is recomputed), qkv, attention or full
+        (everything is recomputed). `auto` keeps as much as fits.
       memory: fraction of a device's memory that a step may use.
     """
     devices, length, batch = check_whole("devices", devices), check_whole("length", length), check_whole("batch", batch)
@@ -194,8 +194,9 @@ def _seconds(choice: Choice) -> float:
 def _layouts(setting: Setting, asked: Any) -> list[Layout]:
     """Return the layouts to compare, the baseline first. By default: the usual ones that the kernel supports."""
     if asked is None:
-        _, *usual = candidate_layouts(setting.sequence_length, setting.devices)
-        return [BASELINE, *(one for one in usual if _refusal(dataclasses.replace(setting, layout=one)) is None)]
+        usual = candidate_layouts(setting.sequence_length, setting.devices)
+        able = [one for one in usual if _refusal(dataclasses.replace(setting, layout=one)) is None]
+        return list(dict.fromkeys([BASELINE, *able, *_suited(setting, RING)]))
     if not isinstance(asked, Sequence) or not all(isinstance(layout, Layout) for layout in asked):
         raise ValueError(f"layouts must be a list of layouts, like [sa.striped(256)]; got {asked!r}.")
     return list(dict.fromkeys([BASELINE, *asked]))

@@ -162,7 +162,7 @@ class Ours(Trainer):
         asked = TrainConfig(**options, **SCHEDULE, steps=job["steps"])
         sizes, room = {AXES.batch: 1, AXES.sequence: 1}, memory.available(asked.memory)
         config = settle(asked, sizes, self.documents, platform, device.device_kind, room)
-        kernel = choose(config, sizes, self.documents, platform)
+        kernel = choose(config, sizes, self.documents, platform, device.device_kind)
         mesh = jax.sharding.Mesh(np.array([[device]]), AXES.everything)
         self.program = memory.fitting(Program(config, mesh, documents=self.documents), asked, room, print)
         self.state = self.program.fresh_state()
