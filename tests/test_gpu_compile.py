@@ -20,7 +20,7 @@ from striped_attention.generation import room
 from striped_attention.generation.programs import Newest, Options, Programs
 from striped_attention.generation.sample import Sampling
 from striped_attention.kernels.contract import Block
-from striped_attention.kernels.hopper import kernel
+from striped_attention.kernels.hopper import kernel, parts
 from striped_attention.models.config import PRESETS
 from striped_attention.models.stages import AXES
 from striped_attention.runtime.compiler import GPU_OPTIONS
@@ -157,13 +157,28 @@ def test_traded_heads_leave_no_other_transfers():
 
 
 def test_a_training_step_on_packed_documents(tmp_path, capsys):
-    options = "--topology h200:1x1x8 --preset 1b --length 64k --kernel hopper --strategy ring"
+    options = "--topology h200:1x1x8 --preset 1b --length 64k --kernel hopper --strategy ring --remat none"
     assert cli.main(["compile", *options.split(), "--output", f"{tmp_path}/said.json"]) == 0
     said = json.loads((tmp_path / "said.json").read_text())
     assert said["kernel"] == "hopper"
     assert said["layout"] == "striped(128)"
     assert all(transfer["hidden"] for transfer in said["result"]["transfers"])
     assert "30 of 30" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("remat", ["unrolled", "none", "attention"])
+def test_a_step_runs_attention_once_per_layer(remat):
+    """XLA does not run it again to store its results."""
+    layers = 3
+    config = TrainConfig(
+        preset="debug", layers=layers, sequence_length=4096, kernel="hopper", heads=2, kv_heads=2, dim=256
+    )
+    config = dataclasses.replace(config, remat=remat, chunk=4096, strategy="ring")
+    program = Program(config, sa.make_mesh({"data": 1, "sequence": 1}, machine("h200:1x1x8")[:1]))
+    lines = [line for line in program.compiled.as_text().splitlines() if re.search(r" custom-call\(.*mosaic_gpu", line)]
+    names = [re.search(r"hopper_(\w+?)/", line)[1] for line in lines]
+    backward = ["gradients"] if parts.can_add() else ["query_grads", "key_grads"]
+    assert sorted(names) == sorted(["forward", *backward] * (layers if remat == "unrolled" else 1))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

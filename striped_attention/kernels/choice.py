@@ -42,8 +42,8 @@ def check_name(name: str) -> None:
 def choose(name: str, request: Request) -> Choice:
     """Return the kernel to use: for "auto", the fastest that supports the request. Raise if a named kernel does not.
 
-    What "auto" selects, and why, is logged at level INFO. If the device has a much faster kernel that does not support this
-    request, a `SlowKernelWarning` is issued, once for each reason.
+    What "auto" selects, and why, is logged at level INFO. If the device has a much faster kernel that does not support
+    this request, a `SlowKernelWarning` is issued, once for each reason.
     """
     found = fastest(name, request)
     if name == "auto":

@@ -19,8 +19,9 @@ Work that is the same for all blocks belongs in the first call.
   Those of a *whole* block (`Block.whole`) need no sum, so dk and dv may have the dtype of k and v.
   `dlse` is the gradient of the row's lse, None if the caller uses only `out` (`Request.lse` tells in advance).
 
-A kernel may also provide `attend_whole(q)(k, v, block, keep) -> Whole`: the forward pass of a whole block, with `out` rounded
-to the dtype of q and, if `keep`, its rounding error. It is None where rounding the result of `attend` is as fast.
+A kernel may also provide `attend_whole(q)(k, v, block, keep) -> Whole`: the forward pass of a whole block, with `out`
+rounded to the dtype of q and, if `keep`, its rounding error. It is None where rounding the result of `attend` is as
+fast.
 
 A kernel provides the following. A `Request` holds everything known about the work at trace time.
 
@@ -181,8 +182,8 @@ class Block:
     """Everything a kernel receives besides q, k and v. `rows` is the batch size, or 1 if all sequences share a mask.
 
     Positions are used by the bias. `tile` is queries × keys, None for the kernel's default. `pattern`, if set,
-    describes the same mask as `start` and `end`. `deterministic` requires bitwise reproducible gradients. A `whole` block
-    has all keys of its queries and all queries of its keys.
+    describes the same mask as `start` and `end`. `deterministic` requires bitwise reproducible gradients. A `whole`
+    block has all keys of its queries and all queries of its keys.
     """
 
     start: Any  # int32 [rows, queries]

@@ -8,12 +8,12 @@ layout order, and a shard of every weight. A layer has three steps:
     x = after(x, a)              projection, norm, SwiGLU                a stage
 
 Thanks to the chunks, no array of size slots × ffn or slots × vocabulary is materialised, forward or backward. Layers
-are stacked and scanned, unless they are unrolled. If only some layers have a sliding window, one step of the scan covers a whole period of that
-pattern, so the mask of every layer is static and kernels can skip hidden tiles. `REMAT` selects what a layer keeps for
-the backward pass, besides its input:
+are stacked and scanned, unless they are unrolled. If only some layers have a sliding window, one step of the scan
+covers a whole period of that pattern, so the mask of every layer is static and kernels can skip hidden tiles. `REMAT`
+selects what a layer keeps for the backward pass, besides its input:
 
-    unrolled    the same as none, with layers compiled one by one: nothing is copied to and from arrays of all layers, and
-                the compiler also keeps normalised inputs and gathered weights. Compiling takes longer
+    unrolled    the same as none, with layers compiled one by one: nothing is copied to and from arrays of all layers,
+                and the compiler also keeps normalised inputs and gathered weights. Compiling takes longer
     none        the results of all matrix products and of attention: no product is recomputed
     qkv         attention's result and its inputs
     attention   attention's result
@@ -41,7 +41,13 @@ from striped_attention.models.stages import AXES, stage, stage_sum
 from striped_attention.strategies.ring import SAVED
 from striped_attention.strategies.strategy import AUTO, Strategy
 
-REMAT = ("unrolled", "none", "qkv", "attention", "full")  # from the most memory and the least recomputation to the opposite
+REMAT = (
+    "unrolled",
+    "none",
+    "qkv",
+    "attention",
+    "full",
+)  # from the most memory and the least recomputation to the opposite
 SCORES = 2**28  # logits computed at a time, in float32: 1 GiB, enough to keep a device busy
 
 

@@ -237,7 +237,11 @@ def _sent(
         "keys and values, forward": parts * forward,
         "keys and values, backward": parts * forward,
         "gradients of keys and values": parts * forward // width * FLOAT32,
-        **({"weights, gathered once": gathered * width} if config.remat == "unrolled" else {"weights, gathered twice": 2 * gathered * width}),
+        **(
+            {"weights, gathered once": gathered * width}
+            if config.remat == "unrolled"
+            else {"weights, gathered twice": 2 * gathered * width}
+        ),
         "weights' gradients": gathered * FLOAT32,
     }
 

@@ -24,7 +24,12 @@ def show(config: TrainConfig, mesh: dict[str, int], start: Sequence[str] = ()) -
     if cost.padded_length != config.sequence_length:
         console.print(f"Padded to {cost.padded_length:,} slots per sequence.")
     everything = "every matrix product"
-    what = {"unrolled": everything, "none": everything, "qkv": "attention's output and inputs", "attention": "attention's output"}
+    what = {
+        "unrolled": everything,
+        "none": everything,
+        "qkv": "attention's output and inputs",
+        "attention": "attention's output",
+    }
     console.print(
         f"Each layer keeps {what.get(config.remat, 'nothing')} for the backward pass (remat {config.remat}), and its "
         f"stages process {config.chunk:,} tokens at a time."

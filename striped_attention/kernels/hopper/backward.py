@@ -124,7 +124,8 @@ def key_grads(
 ) -> Any:  # fmt: skip
     """Return dk [batch, keys, kv heads, dim] and dv [batch, keys, kv heads, value dim], summed over heads of a group.
 
-    They are rounded to `dtype`. `wanted` lists which of them to return: wide heads leave registers for only one at a time.
+    They are rounded to `dtype`. `wanted` lists which of them to return: wide heads leave registers for only one at a
+    time.
     """
     heads, kv_heads, dim = q.shape[2], k.shape[2], k.shape[3]
     value_dim = v.shape[-1]

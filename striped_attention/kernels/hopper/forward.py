@@ -25,8 +25,9 @@ def forward(
 ) -> Any:  # fmt: skip
     """Return out, as arrays [batch, queries, heads, value dim], and the natural lse [batch, heads, queries].
 
-    The sum of these arrays is the result: with a second dtype, the second is the rounding error of the first. `bounds` is [rows, 2, queries], start and end. `places` (positions of queries and of keys) and `slopes` (one per
-    head) are set only with a bias.
+    The sum of these arrays is the result: with a second dtype, the second is the rounding error of the first. `bounds`
+    is [rows, 2, queries], start and end. `places` (positions of queries and of keys) and `slopes` (one per head) are
+    set only with a bias.
     """
     batch, queries, heads, dim = q.shape
     value_dim = v.shape[-1]
@@ -35,7 +36,7 @@ def forward(
 
     def hopper_forward(*refs: Any) -> None:
         (q_ref, k_ref, v_ref, items_ref, bounds_ref, *bias_refs), rest = refs[: 5 + 3 * biased], refs[5 + 3 * biased :]
-        out_refs, (lse_ref, *rest) = rest[: len(dtypes)], rest[len(dtypes) :]
+        out_refs, lse_ref, rest = rest[: len(dtypes)], rest[len(dtypes)], rest[len(dtypes) + 1 :]
         q_smem, k_smem, v_smem, out_smem, lse_smem, bounds_smem, *place_smem = rest[: 6 + 2 * biased]
         q_ready, k_ready, v_ready, k_used, v_used, turns = rest[6 + 2 * biased :]
         head, group_id = lax.axis_index("heads"), lax.axis_index("wg")
@@ -119,7 +120,10 @@ def forward(
             key, value = (k_ref, k_smem, k_ready, k_used), (v_ref, v_smem, v_ready, v_used)
             parts.fetch_keys(item, kv_head, key, value, places)
 
-    results = [*(((batch, queries, heads, value_dim), dtype) for dtype in dtypes), ((batch, heads, queries), jnp.float32)]
+    results = [
+        *(((batch, queries, heads, value_dim), dtype) for dtype in dtypes),
+        ((batch, heads, queries), jnp.float32),
+    ]
     shared = [parts.tiled((2, ROWS, dim), q.dtype), parts.tiled((STAGES, tile_k, dim), k.dtype)]
     shared += [
         parts.tiled((STAGES, tile_k, value_dim), v.dtype),

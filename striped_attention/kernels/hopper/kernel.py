@@ -30,8 +30,8 @@ DTYPES = ["bfloat16", "float16"]
 _REGISTERS = 256  # columns of dk and dv that a warpgroup can accumulate at once
 _SHARED = 384  # columns of keys and values of which two tiles fit in shared memory beside those of queries
 WIDTH = 64  # head dimensions are padded to a multiple of this
-# Fitted to benchmarks/results/gpu_strategies_*.json, by least squares of relative errors; a test repeats the fit. All of
-# these run in a single step.
+# Fitted to benchmarks/results/gpu_strategies_*.json, by least squares of relative errors; a test repeats the fit. These
+# strategies run in a single step.
 RATES = {"gpu": Rates(Rate(0.627, 23.4, 42e-6), Rate(0.510, 73.6), "measured on an H200", lanes=WIDTH)}
 KINDS = ["H20", "H100", "H200", "H800", "GH200"]  # words in a device's name; all have compute capability 9.0
 _BROKEN = range(12080, 12091)  # CUDA versions whose ptxas miscompiles masked attention; JAX's own kernel rejects them
@@ -88,7 +88,7 @@ def attend_whole(q: Float[Array, "batch queries heads dim"]) -> Callable[..., Wh
 
     def attend(k: Array, v: Array, block: Block, keep: bool) -> Whole:
         (out, *lost), lse = run(k, v, block, (q.dtype,) * (1 + keep))
-        return Whole(out, *(lost or [None]), lse)
+        return Whole(out, lost[0] if lost else None, lse)
 
     return attend
 
@@ -105,9 +105,7 @@ def _attend(q: Float[Array, "batch queries heads dim"]) -> Callable[..., tuple[l
         items = walk.by_queries(bounds[:, 0], bounds[:, 1], q.shape[0], (TILE, tile_k))
         keys, values = (_widen(_whole(x, tile_k)) for x in (k, v))
         places, slopes = _bias(block, padded, keys)
-        out, lse = forward.forward(
-            padded, keys, values, items, bounds, places, slopes, _scores(block), tile_k, dtypes
-        )
+        out, lse = forward.forward(padded, keys, values, items, bounds, places, slopes, _scores(block), tile_k, dtypes)
         return [x[:, :queries, :, : v.shape[-1]] for x in out], jnp.swapaxes(lse, 1, 2)[:, :queries]
 
     return run

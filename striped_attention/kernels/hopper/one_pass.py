@@ -32,7 +32,8 @@ def gradients(
 ) -> Any:
     """Return dq [batch, queries, heads, dim], dk and dv [batch, keys, kv heads, dim], summed over heads of a group.
 
-    dk and dv are rounded to `dtype`. `stats` is [batch, heads, 2, queries]: the base-2 lse, and delta, the sum of out · dout.
+    dk and dv are rounded to `dtype`. `stats` is [batch, heads, 2, queries]: the base-2 lse, and delta, the sum of
+    out · dout.
     """
     heads, kv_heads = q.shape[2], k.shape[2]
     group, half = heads // kv_heads, WIDTH // 2
