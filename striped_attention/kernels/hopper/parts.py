@@ -101,7 +101,7 @@ def run_adding(kernel: Any, inputs: Any, total: Any, results: Any, *more: Any) -
     run_together = functools.partial(run, together=True)
     if emulating:
         return run_together(kernel, inputs, [(total.shape, total.dtype), *results], *more)
-    ref = jax.new_ref(_zeros_after.bind(inputs[0], shape=total.shape, dtype=total.dtype))
+    ref = jax.new_ref(_zeros_after.bind(inputs[3], shape=total.shape, dtype=total.dtype))
     found = run_together(kernel, (*inputs, ref), results, *more)
     return [varying_like(inputs[0], jax.freeze(ref)), *found]
 
