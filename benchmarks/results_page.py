@@ -111,11 +111,7 @@ def _fused(documents: list[Document], section: Section) -> list[str]:
 
 
 def _finer(documents: list[Document], section: Section | None) -> list[str]:
-    unknown = (
-        "**Unknown:** how much of the gain remains with a real interconnect between the GPUs; what a fused kernel for "
-        "packed documents and wide stripes would reach (cuDNN's does not support them, and the xla kernel is far from "
-        "a GPU's peak); and TPUs."
-    )
+    unknown = "**Unknown:** how much of the gain remains with a real interconnect between the GPUs; and TPUs."
     if section is None:
         return [unknown]
     rows, _ = newest(of(documents, "tiles"), "rows", ("platform", "mask", "devices", "length", "tile", "layout"))

@@ -86,9 +86,8 @@ def attention(
         strategies give the same result. "auto" takes the one that the planner's cost model expects to be fastest for
         these shapes, mask and hardware, of those that fit in memory, and logs it at level INFO.
       kernel: "auto", "xla" (plain JAX: supports everything on any platform), "cudnn" (NVIDIA GPUs), "hopper" (H100 and
-        H200; not measured yet, so "auto" does not take it) or "pallas_tpu" (TPUs). "auto" takes the fastest kernel that
-        supports the call and logs it at level INFO. If that is a slow one on a GPU or TPU, a `SlowKernelWarning` gives
-        the reason.
+        H200) or "pallas_tpu" (TPUs). "auto" takes the fastest kernel that supports the call and logs it at level INFO.
+        If another would be much faster but does not support the call, a `SlowKernelWarning` gives the reason.
       tile: the kernel's tile (queries, keys), or one integer for a square tile; every kernel has a good default.
       deterministic: whether gradients must be bitwise identical in every run on the same devices and software versions.
         Excludes kernels that sum in varying order, such as `cudnn`. The forward pass is always deterministic.

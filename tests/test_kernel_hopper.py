@@ -182,6 +182,16 @@ def test_it_lowers_for_gpus(dim, options, kernels):
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("@mosaic_gpu") == kernels
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_zeros_that_wait_are_zeros_whatever_they_wait_for(dtype):
+    for x in (0.0, -1.0, np.inf, np.nan):
+        waited = jnp.full((2, 3), x, dtype)
+        found = jax.jit(lambda x: parts._zeros_after.bind(x, shape=(5,), dtype=jnp.dtype("float32")))(waited)
+        np.testing.assert_array_equal(found, np.zeros(5, np.float32))
+        rows = jax.vmap(lambda x: parts._zeros_after.bind(x, shape=(5,), dtype=jnp.dtype("float32")))(waited)
+        np.testing.assert_array_equal(rows, np.zeros((2, 5), np.float32))
+
+
 def request(device="NVIDIA H200", here=False, dtype="bfloat16", dim=128, bias=None, **more):
     shape = jax.ShapeDtypeStruct((1, 8192, 4, dim), jnp.dtype(dtype))
     mask = sa.documents(np.zeros((1, 65_536), np.int32))
@@ -243,7 +253,7 @@ def test_a_missing_package_is_named(monkeypatch):
 
 def test_what_is_deterministic():
     plain = dict(layout=sa.zigzag(), devices=2, platform="gpu", here=False, mask=sa.causal())
-    shape = jax.ShapeDtypeStruct((1, 32_768, 4, 128), jnp.bfloat16)
+    shape = jax.ShapeDtypeStruct((1, 8192, 4, 128), jnp.bfloat16)
     assert choose("auto", make_request(shape, shape, **plain)).name == "cudnn"
     asked = make_request(shape, shape, **plain, deterministic=True)
     assert choose("auto", asked).name == "hopper"

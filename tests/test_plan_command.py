@@ -33,7 +33,7 @@ def test_a_plan_names_the_best_layout_and_draws_the_imbalance(capsys):
         assert f"\n{row}" in text
     text = " ".join(text.split())
     assert "cudnn (measured on an H200): zigzag(), striped(1), contiguous()" in text
-    assert "hopper (measured on an H200): striped(256), striped(1024)" in text
+    assert "hopper (measured on an H200 in single steps): striped(256), striped(1024)" in text
     assert "kept for the backward pass" in text
     assert "computes 123.21 TFLOP" in text  # of which 7 × (256 Ki)² / 8 × 16 × 128 × 2 FLOP are useful
 

@@ -234,7 +234,7 @@ def test_what_is_no_strategy(text):
 def test_a_plan_for_the_kernel_hopper():
     found = sa.plan(8, 65_536, hardware="h200", kernel="hopper", mask=packed(65_536))
     assert {choice.kernel for choice in (*found.choices, *found.strategies)} == {"hopper"}
-    assert found.best.chosen.rates.known == "measured on an H200"
+    assert found.best.chosen.rates.known == "measured on an H200 in single steps"
 
 
 def test_a_job_fits_if_some_strategy_does():

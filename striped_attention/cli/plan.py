@@ -64,15 +64,15 @@ class PlanConfig:
     """Sequences per step."""
     layouts: Texts = None
     """Layouts to compare with contiguous, like striped(1) striped(128) zigzag. Default: striped(1) striped(256)
-    striped(1024) zigzag, as far as --kernel supports them."""
+    striped(1024) zigzag and stripes as wide as the kernel's tile, as far as --kernel supports them."""
     strategies: Texts = None
     """Strategies to compare with a ring, like heads, gather, heads=8,gather=2 or inner=8. Default: heads and gather
     over all devices and within nodes or pods, and double rings of nodes."""
     kernel: str = "auto"
     """Attention kernel: xla, cudnn, hopper or pallas_tpu. auto: the fastest that supports the layout and mask."""
     remat: str = "auto"
-    """Rematerialisation, as in `striped train`: none, qkv, attention or full. auto: recompute as little as fits into
-    --memory."""
+    """Rematerialisation, as in `striped train`: unrolled, none, qkv, attention or full. auto: recompute as little as
+    fits into --memory."""
     memory: float = 0.9
     """Fraction of each device's memory that a step may use."""
     output: Path = None

@@ -276,8 +276,8 @@ def contiguous() -> Layout:
 def striped(stripe: int = 1) -> Layout:
     """Stripes of `stripe` tokens distributed round-robin: Striped Attention's layout, with stripes of any width.
 
-    For packed documents, make stripes as wide as a tile of the kernel (256 on CPUs, 1024 on GPUs): neighbouring tokens
-    stay together, and the kernel computes fewer tiles.
+    For packed documents, make stripes as wide as a tile of the kernel (256 on CPUs, 128 on Hopper GPUs, 1024 on other
+    GPUs and TPUs): neighbouring tokens stay together, and the kernel computes fewer tiles.
     """
     return Layout("striped", stripe=check_whole("stripe", stripe))
 

@@ -18,12 +18,14 @@ class Rate:
     """The speed of one pass: arithmetic as a fraction of peak, and the overhead of each step.
 
     A block of a ring takes FLOPs / (efficiency · peak) + query_bytes · (slots · heads · dim) / bandwidth + seconds. The
-    last two terms cover merges, gradient sums, the lower efficiency of small blocks, and kernel launches.
+    last two terms cover merges, gradient sums, the lower efficiency of small blocks, and kernel launches. In a ring
+    with several steps, each takes `merging` seconds more: for kernels that were measured in single steps.
     """
 
     efficiency: float
     query_bytes: float = 0.0
     seconds: float = 0.0
+    merging: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,5 +52,6 @@ class Rates:
             factor * flops / (rate.efficiency * hardware.peak)
             + rate.query_bytes * elements / hardware.bandwidth
             + rate.seconds
+            + (rate.merging if request.devices > 1 else 0.0)
             for rate, factor in ((self.forward, 1.0), (self.backward, BACKWARD))
         )

@@ -9,7 +9,8 @@ processes its inputs chunk by chunk, and frees everything but the result. Its ba
 recomputes one chunk at a time, sums the weights' gradients in float32 and reduce-scatters them. So a device never holds
 the weights of more than one stage, nor the inner activations of more than one chunk.
 
-If memory allows, a stage instead keeps the results of its matrix products and processes all slots at once. The loss is
+If memory allows, a stage instead keeps the results of its matrix products and processes all slots at once; if layers
+are unrolled, the compiler then gathers weights only once and keeps them as well. The loss is
 a special stage, `stage_sum`: its gradient is computed in the forward pass, so its logits are computed once.
 """
 

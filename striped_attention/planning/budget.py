@@ -22,8 +22,8 @@ AnyJob = TypeVar("AnyJob", bound=Job)
 def options(remat: str, chunk: int | None, tokens: int, platform: str) -> list[tuple[str, int]]:
     """Return pairs of `remat` and `chunk`, the fastest first, for `tokens` per device.
 
-    Layers are unrolled only on GPUs: there it is known to be faster, and on TPUs it takes far more memory. A chunk that
-    is too small costs more than recomputing attention's inputs, and less than recomputing attention.
+    Layers are unrolled only on GPUs, where a loop copies what layers keep to and from arrays of all layers. A chunk
+    that is too small costs more than recomputing attention's inputs, and less than recomputing attention.
     """
     kinds = (REMAT if platform == "gpu" else REMAT[1:]) if remat == AUTO else (remat,)
     if chunk is not None:

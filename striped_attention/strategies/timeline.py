@@ -117,6 +117,7 @@ def passes(workload: Workload, chosen: Choice, tiles: Counts, needed: np.ndarray
     def make(rate: Rate, factor: float, order: list[int], part: list[float], sent: list[float], exposed: float) -> Pass:
         per_tile = factor * wide * tile_flops(workload, chosen.tile) / (rate.efficiency * hardware.peak)
         per_step = rate.query_bytes * messages.queries / hardware.bandwidth + rate.seconds
+        per_step += rate.merging if hops else 0.0
         where = np.array(order), np.array(part), per_tile, per_step, np.array(sent), workload.interconnect
         return Pass(blocks, *where, exposed, workload.latency)
 

@@ -146,8 +146,7 @@ class TrainConfig:
     remat: Literal["auto", "unrolled", "none", "qkv", "attention", "full"] = "auto"
     """What each layer keeps for the backward pass; it recomputes the rest. none keeps every matrix product, qkv keeps
     attention's output and inputs, attention keeps its output, full keeps nothing. unrolled is none without a loop over
-    layers: faster on GPUs, but it takes more memory, and longer to compile. auto keeps as much as fits into
-    --memory."""
+    layers, for GPUs: fewer copies, but more memory and longer compiling. auto keeps as much as fits into --memory."""
     chunk: Whole = None
     """Tokens per device that the feed-forward layers and the loss process at a time. Default: as many as fit into
     --memory."""

@@ -31,8 +31,15 @@ _REGISTERS = 256  # columns of dk and dv that a warpgroup can accumulate at once
 _SHARED = 384  # columns of keys and values of which two tiles fit in shared memory beside those of queries
 WIDTH = 64  # head dimensions are padded to a multiple of this
 # Fitted to benchmarks/results/gpu_strategies_*.json, by least squares of relative errors; a test repeats the fit. These
-# strategies run in a single step.
-RATES = {"gpu": Rates(Rate(0.627, 23.4, 42e-6), Rate(0.510, 73.6), "measured on an H200", lanes=WIDTH)}
+# strategies run in a single step. What a ring's steps take in addition is assumed, to be as much as with `cudnn`.
+RATES = {
+    "gpu": Rates(
+        forward=Rate(efficiency=0.627, query_bytes=23.4, seconds=42e-6, merging=78.6e-6),
+        backward=Rate(efficiency=0.510, query_bytes=73.6, merging=81.9e-6),
+        known="measured on an H200 in single steps",
+        lanes=WIDTH,
+    )
+}
 KINDS = ["H20", "H100", "H200", "H800", "GH200"]  # words in a device's name; all have compute capability 9.0
 _BROKEN = range(12080, 12091)  # CUDA versions whose ptxas miscompiles masked attention; JAX's own kernel rejects them
 

@@ -116,5 +116,5 @@ def gradients(
     results = [(k.shape, dtype), (v.shape, dtype)]
     dq = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     inputs = (q, k, v, dout, stats, items, bounds)
-    dq, dk, dv = parts.run_adding(hopper_gradients, inputs, dq, results, shared, barriers, kv_heads, items)
+    dq, dk, dv = parts.run_adding(hopper_gradients, inputs, dq, dout, results, shared, barriers, kv_heads, items)
     return dq * scores.scale, dk, dv

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 from jaxtyping import Array
 
 from striped_attention.kernels.hopper import walk
@@ -93,15 +93,17 @@ def can_add() -> bool:
     return emulating or jax.__version_info__ >= (0, 11, 2)
 
 
-def run_adding(kernel: Any, inputs: Any, total: Any, results: Any, *more: Any) -> Any:
+def run_adding(kernel: Any, inputs: Any, total: Any, after: Array, results: Any, *more: Any) -> Any:
     """Like `run`, with an extra first result, of the shape and dtype of `total`, that thread blocks `add` to.
+
+    Memory is set aside for it once `after` is known.
 
     Heads run together, because concurrent thread blocks of one head wait for each other to add to the same queries.
     """
     run_together = functools.partial(run, together=True)
     if emulating:
         return run_together(kernel, inputs, [(total.shape, total.dtype), *results], *more)
-    ref = jax.new_ref(_zeros_after.bind(inputs[3], shape=total.shape, dtype=total.dtype))
+    ref = jax.new_ref(_zeros_after.bind(after, shape=total.shape, dtype=total.dtype))
     found = run_together(kernel, (*inputs, ref), results, *more)
     return [varying_like(inputs[0], jax.freeze(ref)), *found]
 
@@ -111,14 +113,22 @@ def _zeros(x: Array, *, shape: tuple[int, ...], dtype: Any) -> Array:
 
     Plain zeros are a constant: in a model without loops, XLA would make those of all layers when the program starts.
     """
-    zero = jnp.where(jnp.isinf(x[(0,) * x.ndim]), jnp.nan, 0.0)  # infinite inputs give NaN anyway
+    bits = lax.bitcast_convert_type(x[(0,) * x.ndim], jnp.dtype(f"uint{8 * x.dtype.itemsize}"))
+    zero = jnp.minimum(lax.population_count(bits).astype(jnp.int32), 0)  # XLA does not know that it is 0
     return jnp.broadcast_to(zero.astype(dtype), shape)
+
+
+def _zeros_for_all(arrays: Any, dims: Any, *, shape: tuple[int, ...], dtype: Any) -> tuple[Array, int]:
+    (x,), (dim,) = arrays, dims
+    return _zeros_after.bind(x, shape=(x.shape[dim], *shape), dtype=dtype), 0
 
 
 # A primitive, because its result must not vary over mesh axes for shard_map, as `x` does: kernels accept no such refs.
 _zeros_after = Primitive("attention_zeros_after")
+_zeros_after.def_impl(_zeros)
 _zeros_after.def_abstract_eval(lambda _, *, shape, dtype: jax.core.ShapedArray(shape, dtype))
 mlir.register_lowering(_zeros_after, mlir.lower_fun(_zeros, multiple_results=False))
+batching.primitive_batchers[_zeros_after] = _zeros_for_all
 
 
 def start_sum(ref: Any, columns: int) -> None:
