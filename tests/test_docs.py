@@ -1,5 +1,6 @@
 """The documentation: examples run and print what the page says, links lead somewhere, and nothing is left out."""
 
+import json
 import re
 import urllib.parse
 from pathlib import Path
@@ -72,3 +73,49 @@ def test_links_are_found_and_missing_headings_are_noticed(tmp_path: Path):
     page = tmp_path / "page.md"
     page.write_text("# A `b`: c × d\n\n```\n# not a heading\n```\n")
     assert anchors(page) == {"a-b-c--d"}
+
+
+def rows_of(page, head):
+    """Return the cells of the table whose first line is `head`."""
+    _, _, rest = (ROOT / page).read_text().partition(head + "\n")
+    assert rest, head
+    lines = rest.partition("\n\n")[0].splitlines()[1:]
+    return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines]
+
+
+def summaries(pattern):
+    files = sorted((ROOT / "benchmarks" / "results").glob(pattern))
+    return [row for file in files for row in json.loads(file.read_text())["summary"]]
+
+
+def test_the_table_of_strategies_has_the_recorded_numbers():
+    head = "| GPUs | heads | mask | ring | `cudnn` | `hopper` | transfers, planned |"
+    measured = [row for row in summaries("gpu_strategies_*.json") if "heads" in row]
+    rings = [
+        row for row in summaries("gpu_attention_*.json") if row["layout"] == "zigzag()" and row["length"] == 65_536
+    ]
+    rows = rows_of("docs/performance.md", head)
+    assert len(rows) == 5
+    for gpus, heads, mask, ring, *shown, transfers in rows:
+        median = re.search(r"median ([\d,]+)", mask)
+        name = f"documents({median[1].replace(',', '')})" if median else mask
+        of = lambda row: (str(row["members"]), row["heads"])  # noqa: E731
+        found = {row["kernel"]: row for row in measured if of(row) == (gpus, heads) and row["mask"] == name}
+        both = lambda row: f"{row['tflops']['both']:.0f}"  # noqa: E731
+        assert shown == [both(found[kernel]) if kernel in found else "–" for kernel in ("cudnn", "hopper")]
+        best = min(found.values(), key=lambda row: row["both"])
+        assert transfers == f"{1e3 * best['planned_transfer_seconds']['both']:.1f} of {1e3 * best['both']:.1f} ms"
+        if not median:
+            assert ring in [both(row) for row in rings if of(row) == (gpus, heads)]
+
+
+def test_the_table_of_steps_by_strategy_has_the_recorded_numbers():
+    head = "| GPUs | strategy | step | MFU | outside attention | memory | transfers, planned |"
+    measured = {(str(row["members"]), row["strategy"]): row for row in summaries("gpu_strategies_step_*.json")}
+    rows = rows_of("docs/performance.md", head)
+    assert len(rows) == len(measured)
+    for gpus, strategy, *shown, transfers in rows:
+        row = measured[gpus, strategy.partition(",")[0]]
+        outside, memory = row["outside_attention_seconds"], row["needed_bytes"] / 1e9
+        assert shown == [f"{row['seconds']:.2f} s", f"{100 * row['mfu']:.1f} %", f"{outside:.2f} s", f"{memory:.1f} GB"]
+        assert transfers.startswith(f"{row['planned_transfer_seconds']:.2f} s")
