@@ -124,7 +124,8 @@ def settle(devices=8, model="llama3-8b", capacity=65_536, platform="gpu", kind="
 
 def test_generate_chooses_layout_and_strategy_together(monkeypatch):
     monkeypatch.setattr(cudnn.binding, "EMULATED", True)  # as if cuDNN were available
-    assert settle() == (sa.striped(16), sa.strategy(heads=8))
+    assert settle() == (sa.striped(128), sa.strategy(gather=8))
+    assert settle(strategy="heads") == (sa.striped(16), sa.strategy(heads=8))
     assert settle(strategy="ring") == (sa.striped(), sa.strategy())
     assert settle(1)[1] == sa.strategy()
     # Here and above, the stripes of eight devices together are as wide as a tile.
