@@ -188,7 +188,7 @@ def test_the_backward_pass_does_not_run_attention_forward_again():
     assert ring_again(remat("full")[1].as_text()), "full rematerialisation does run it again"
 
 
-@pytest.mark.parametrize("kind", ["full", "qkv", "none"])
+@pytest.mark.parametrize("kind", ["full", "qkv", "none", "unrolled"])
 def test_remat_changes_no_number(kind):
     run, _ = remat("attention")
     weights = run.fresh_state().weights
@@ -276,7 +276,7 @@ def test_the_dry_runs_memory_is_that_of_the_compiled_step():
         assert 0.75 < said / compiled < 1.25, (said, compiled)
 
 
-@pytest.mark.parametrize(("layers", "remat"), [(6, "attention"), (6, "none"), (7, "attention")])
+@pytest.mark.parametrize(("layers", "remat"), [(6, "attention"), (6, "none"), (7, "attention"), (7, "unrolled")])
 def test_the_dry_run_knows_what_periods_of_layers_need(layers, remat):
     """Periods of two windowed layers and one full layer; the seventh layer is an incomplete period."""
     model = ModelConfig(

@@ -53,9 +53,8 @@ def make_program(
     except ValueError as error:
         raise UsageError(f"--strategy {config.strategy}: {error}") from error
     run = dataclasses.replace(run, strategy=str(strategy))
-    trainer.choose(
-        run, sizes, documents, device.platform, device.device_kind
-    )  # raises if the kernel does not support it
+    # Raises if the kernel does not support it.
+    trainer.choose(run, sizes, documents, device.platform, device.device_kind)
     parts = estimate(run, sizes).memory
     run = budget.within(run, sizes, room + sum(parts[name] for name in BACKWARD), device.platform)
     return Program(run, mesh, documents=documents)

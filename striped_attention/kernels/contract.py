@@ -19,12 +19,10 @@ Work that is the same for all blocks belongs in the first call.
   Those of a *whole* block (`Block.whole`) need no sum, so dk and dv may have the dtype of k and v.
   `dlse` is the gradient of the row's lse, None if the caller uses only `out` (`Request.lse` tells in advance).
 
-A kernel may also provide `attend_whole(q)(k, v, block, keep) -> Whole`: the forward pass of a whole block, with `out`
-rounded to the dtype of q and, if `keep`, its rounding error. It is None where rounding the result of `attend` is as
-fast.
+A kernel also provides the following. A `Request` holds everything known about the work at trace time.
 
-A kernel provides the following. A `Request` holds everything known about the work at trace time.
-
+* `attend_whole(q)(k, v, block, keep) -> Whole`: the forward pass of a whole block, with `out` rounded to the dtype of q
+  and, if `keep`, its rounding error. It is None where rounding the result of `attend` is as fast.
 * `unsupported(request)`: why the kernel cannot run the request, as a sentence, or None. Kernels must reject options
   they do not support.
 * `default_tile(request)`: queries × keys of a tile, if the request sets none. The planner uses the same value.

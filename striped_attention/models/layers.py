@@ -18,9 +18,8 @@ from jaxtyping import Array
 from striped_attention.models.config import ACTIVATIONS, ModelConfig, Weights
 from striped_attention.models.rotary import rotary, rotate
 
-PRODUCT = (
-    "matrix_product"  # the checkpoint name of the results of matrix products, which remat "none" and "unrolled" keep
-)
+# The checkpoint name of the results of matrix products, which remat "none" and "unrolled" keep.
+PRODUCT = "matrix_product"
 # The weights of a layer's second stage; the others belong to the first.
 AFTER = ("output", "after_attention_norm", "ffn_norm", "gate", "up", "gate_up", "down", "after_ffn_norm")
 

@@ -41,13 +41,9 @@ from striped_attention.models.stages import AXES, stage, stage_sum
 from striped_attention.strategies.ring import SAVED
 from striped_attention.strategies.strategy import AUTO, Strategy
 
-REMAT = (
-    "unrolled",
-    "none",
-    "qkv",
-    "attention",
-    "full",
-)  # from the most memory and the least recomputation to the opposite
+# From the most memory and the least recomputation to the opposite.
+REMAT = ("unrolled", "none", "qkv", "attention", "full")
+KEEP_ALL = ("unrolled", "none")  # nothing is recomputed
 SCORES = 2**28  # logits computed at a time, in float32: 1 GiB, enough to keep a device busy
 
 
@@ -162,7 +158,7 @@ def last_layer(
 ) -> Float[Array, "batch slots dim"]:
     """Return the last layer's output for this device's slots."""
     config = config.at_length(compute.length)
-    keep = PRODUCT if compute.remat in ("unrolled", "none") else None
+    keep = PRODUCT if compute.remat in KEEP_ALL else None
     run = functools.partial(stage, chunk=compute.chunk, dtype=compute.dtype, keep=keep)
     positions = jnp.broadcast_to(compute.positions(), tokens.shape)
     layer_specs = {name: PartitionSpec(*spec[1:]) for name, spec in specs["layers"].items()}
@@ -210,7 +206,7 @@ def _periods(weights: Weights, layers: int, period: int) -> tuple[Weights, Weigh
 
 def _remat(layer: Any, kind: str) -> Any:
     """Set what a layer keeps of its forward pass. Without a checkpoint, attention keeps its inputs as well."""
-    if kind in ("unrolled", "none", "qkv"):
+    if kind in (*KEEP_ALL, "qkv"):
         return layer
     names = SAVED if kind == "attention" else ()
     return jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*names), prevent_cse=False)

@@ -8,7 +8,7 @@ to full recomputation, which fits the longest sequences.
 import dataclasses
 from typing import TypeVar
 
-from striped_attention.models.llama import REMAT
+from striped_attention.models.llama import KEEP_ALL, REMAT
 from striped_attention.planning.cost import Job, estimate
 
 AUTO = "auto"
@@ -32,7 +32,7 @@ def options(remat: str, chunk: int | None, tokens: int, platform: str) -> list[t
     small = [large // part for part in (2, 4, 8) if large // part >= LEAST]
     found = []
     for kind in kinds:
-        found.append((kind, tokens if kind in ("unrolled", "none") else large))  # with those, only the loss is chunked
+        found.append((kind, tokens if kind in KEEP_ALL else large))  # with those, only the loss is chunked
         if kind == kinds[-1] or kind == "attention":
             found += [(kind, size) for size in small]
     return found

@@ -16,7 +16,7 @@ from striped_attention.core.mask import Mask
 from striped_attention.kernels.choice import KERNELS
 from striped_attention.kernels.contract import make_request
 from striped_attention.models.config import ModelConfig
-from striped_attention.models.llama import loss_chunk
+from striped_attention.models.llama import KEEP_ALL, loss_chunk
 from striped_attention.strategies.messages import FLOAT32, Messages
 from striped_attention.strategies.strategy import Strategy
 from striped_attention.strategies.workload import adapted, messages_of
@@ -162,7 +162,7 @@ def matrix_work(model: ModelConfig, remat: str) -> float:
     The forward pass is a third of the model FLOPs. Unless products are kept, layers are computed twice; the projections
     of queries, keys and values are computed three times where their outputs are not kept.
     """
-    if remat in ("unrolled", "none"):
+    if remat in KEEP_ALL:
         return 1.0
     layer = {name: size for name, size in _sizes(model).items() if name not in _OUTER}
     first, layers = sum(layer[name] for name in ("query", "key", "value")), sum(layer.values())
@@ -193,7 +193,7 @@ def _memory(
     vocabulary = sizes["embedding"] * (2 * width + 3 * FLOAT32)
     chunk = min(config.chunk or tokens, tokens)
     scores = min(loss_chunk(chunk, model.vocabulary), tokens) * model.vocabulary
-    chunk = tokens if config.remat in ("unrolled", "none") else chunk
+    chunk = tokens if config.remat in KEEP_ALL else chunk
     periods = _memory_of_periods(config, model, sum(layer.values()), shard, width)
     return {
         "weights": shard * FLOAT32,
@@ -214,9 +214,9 @@ def _memory_of_periods(config: Job, model: ModelConfig, layer: int, shard: int, 
     rematerialisation, each layer's slice of the period's weights is kept. Layers left over after the last whole period
     are sliced off as copies, and so are their gradients.
     """
-    if model.period == 1:
+    if model.period == 1 or config.remat == "unrolled":
         return 0
-    copies = (1 if config.remat in ("unrolled", "none", "qkv") else 0) + (2 if model.layers % model.period else 0)
+    copies = (1 if config.remat in ("none", "qkv") else 0) + (2 if model.layers % model.period else 0)
     return (model.period - 1) * layer * (width + 2 * FLOAT32) + copies * shard * FLOAT32
 
 
@@ -232,16 +232,13 @@ def _sent(
     # Once forward, once backward for the gradients, and once more where the forward pass is recomputed.
     times = 3 if config.remat in ("attention", "full") else 2
     exchanged = {"heads, all-to-all": times * parts * all_to_all} if all_to_all else {}
+    gathers, often = (1, "once") if config.remat == "unrolled" else (2, "twice")
     return {
         **exchanged,
         "keys and values, forward": parts * forward,
         "keys and values, backward": parts * forward,
         "gradients of keys and values": parts * forward // width * FLOAT32,
-        **(
-            {"weights, gathered once": gathered * width}
-            if config.remat == "unrolled"
-            else {"weights, gathered twice": 2 * gathered * width}
-        ),
+        f"weights, gathered {often}": gathers * gathered * width,
         "weights' gradients": gathered * FLOAT32,
     }
 

@@ -110,8 +110,14 @@ class Problem:
             pattern = Pattern(*shape, causal=rule.prefix == 0, window=rule.window, own=own) if known else None
             alike = own and self.strategy.gather == 1 and self.context is None
             places = queries, queries if alike else keys.positions(there, *where)
-            how: dict[str, Any] = dict(scale=self.scale, softcap=self.softcap, tile=self.tile, whole=whole)
-            return Block(start, end, *places, bias, pattern, **how, deterministic=self.deterministic)
+            return Block(
+                *(start, end, *places, bias, pattern),
+                scale=self.scale,
+                softcap=self.softcap,
+                tile=self.tile,
+                deterministic=self.deterministic,
+                whole=whole,
+            )
 
         return block
 

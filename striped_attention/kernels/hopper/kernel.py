@@ -104,13 +104,13 @@ def _attend(q: Float[Array, "batch queries heads dim"]) -> Callable[..., tuple[l
     from striped_attention.kernels.hopper import forward
 
     queries = q.shape[1]
-    padded = _widen(_whole(q, TILE))
+    padded = _widen(_to_tiles(q, TILE))
 
     def run(k: Array, v: Array, block: Block, dtypes: tuple[Any, ...]) -> tuple[list[Array], Array]:
         tile_k = _key_tile(k.shape[-1], v.shape[-1])
         bounds = _bounds(block, padded.shape[1])
         items = walk.by_queries(bounds[:, 0], bounds[:, 1], q.shape[0], (TILE, tile_k))
-        keys, values = (_widen(_whole(x, tile_k)) for x in (k, v))
+        keys, values = (_widen(_to_tiles(x, tile_k)) for x in (k, v))
         places, slopes = _bias(block, padded, keys)
         out, lse = forward.forward(padded, keys, values, items, bounds, places, slopes, _scores(block), tile_k, dtypes)
         return [x[:, :queries, :, : v.shape[-1]] for x in out], jnp.swapaxes(lse, 1, 2)[:, :queries]
@@ -132,14 +132,14 @@ def attend_grad(
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
     delta = delta if dlse is None else delta - dlse.astype(jnp.float32)
     powers = jnp.where(jnp.isneginf(lse), 0, lse) * math.log2(math.e)
-    stats = _whole(jnp.stack([powers, delta], axis=2), TILE)  # [batch, queries, 2, heads]
+    stats = _to_tiles(jnp.stack([powers, delta], axis=2), TILE)  # [batch, queries, 2, heads]
     stats = jnp.transpose(stats, (0, 3, 2, 1))
-    padded, grads = (_widen(_whole(x.astype(q.dtype), TILE)) for x in (q, dout))
+    padded, grads = (_widen(_to_tiles(x.astype(q.dtype), TILE)) for x in (q, dout))
 
     def run(k: Array, v: Array, block: Block) -> tuple[Array, Array, Array, Bias | None]:
         bounds = _bounds(block, padded.shape[1])
         ranges, tile = (bounds[:, 0], bounds[:, 1]), (TILE, ROWS)
-        keys, values = (_widen(_whole(x, TILE)) for x in (k, v))
+        keys, values = (_widen(_to_tiles(x, TILE)) for x in (k, v))
         arrays = (padded, keys, values, grads, stats)
         items = walk.by_keys(*ranges, keys.shape[1], q.shape[0], tile[::-1])
         dbias, dtype = None, k.dtype if block.whole else jnp.float32
@@ -195,7 +195,7 @@ def _bias(block: Block, q: Array, k: Array) -> tuple[Any, Any]:
     return tuple(padded), block.bias.slopes.astype(jnp.float32)
 
 
-def _whole(x: Array, tile: int) -> Array:
+def _to_tiles(x: Array, tile: int) -> Array:
     """Pad the length with zeros to a whole number of tiles."""
     return _pad(x, -x.shape[1] % tile, 1)
 
